@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill/decode phase contract of vLLM-Omni, implemented once for CUDA, Ascend and CPU model runners.
+
+Importing this package loads no torch and no vLLM; ``omni_npu_phase.PhaseRoutingMixin`` loads what it needs on use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omni_npu_phase.contract import ContractError
+    from omni_npu_phase.mixin import PhaseRoutingMixin
+
+__version__ = "0.1.0"
+__all__ = ["ContractError", "PhaseRoutingMixin", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PhaseRoutingMixin":
+        from omni_npu_phase.mixin import PhaseRoutingMixin
+
+        return PhaseRoutingMixin
+    if name == "ContractError":
+        from omni_npu_phase.contract import ContractError
+
+        return ContractError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver: a real runner class, made without an engine, taken through a scenario by its own methods.
+
+The class's own ``_preprocess``, ``_talker_mtp_forward`` and postprocessing run unchanged, on vLLM's own input batch,
+request states and buffers. Stand-ins take the place of what needs an engine: the pipeline-parallel group, the graph
+dispatcher, and, in scenarios with padding, the captured graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from omni_npu_phase import contract
+from omni_npu_phase.conformance import model as recording
+from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
+from omni_npu_phase.conformance.scenarios import Hook, Row, Scenario, Step
+from omni_npu_phase.mtp import device_side
+
+UNTOUCHED = 100.0
+"""What the input embeddings hold before every step, so that a write to a wrong row shows."""
+_MAX_REQUESTS = 16
+_ROWS_BEHIND = 4
+"""Rows of the step's buffer behind its spans, as a padded step has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run a scenario."""
+
+    hook: Hook
+    mtp: bool
+    mode: str = "on"
+
+    def __str__(self) -> str:
+        return f"{self.hook} hook, {'MTP' if self.mtp else 'no MTP'}{', strict' if self.mode == 'strict' else ''}"
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one step left behind, beside the model's log. Tensors are host copies in float32 or int64."""
+
+    rows: Step
+    offsets: list[int]
+    log: Log = field(default_factory=Log)
+    returned_ids: list[int] | None = None
+    embeds: list[list[float]] | None = None
+    same_buffers: bool = True
+    """Whether the tensors returned are the runner's own buffers, at their old addresses (R6)."""
+    ids_written: bool = False
+    codes: dict[str, list[int] | None] = field(default_factory=dict)
+    """Each request's stored codes after the step, and those after everything the device wrote later (T9)."""
+    codes_later: dict[str, list[int] | None] = field(default_factory=dict)
+    last_later: dict[str, list[float] | None] = field(default_factory=dict)
+    live: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Each request's live buffer as the model forward found it."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """A scenario run: its steps as far as they came, the error that ended it, and the warnings on the way."""
+
+    scenario: Scenario
+    variant: Variant
+    device: str
+    token_indices: Mapping[str, int]
+    steps: list[StepRecord] = field(default_factory=list)
+    error: Exception | None = None
+    untouched_by_error: bool = True
+    """After an error: whether the buffers and stored states are as they were before the refused result."""
+    warnings: list[str] = field(default_factory=list)
+
+    def token(self, row: Row, index: int = 0) -> int:
+        return recording.token(self.token_indices[row.request], row.computed + index)
+
+
+def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.device) -> Recording:
+    """Run one scenario on a runner of ``cls``. What the runner raises is recorded, not raised."""
+    indices = {request: index + 1 for index, request in enumerate(scenario.requests)}
+    record = Recording(scenario, variant, device.type, indices)
+    with _warnings_of_package(record.warnings), _single_stage(), torch.inference_mode():
+        bench = _Bench(cls, scenario, variant, device, indices)
+        for rows in scenario.steps:
+            try:
+                bench.take_step(rows, record)
+            except Exception as error:  # noqa: BLE001 - whatever the runner under test raises is its result
+                record.error = error
+                break
+    return record
+
+
+class _Bench:
+    """A runner of one class with what its ``_preprocess`` needs, and the scheduler's side of a scenario."""
+
+    def __init__(
+        self, cls: type, scenario: Scenario, variant: Variant, device: torch.device, indices: Mapping[str, int]
+    ) -> None:
+        self.scenario, self.variant, self.device, self.indices = scenario, variant, device, indices
+        spans = [sum(row.span for row in rows) for rows in scenario.steps]
+        self.max_tokens = max(spans) + _ROWS_BEHIND
+        self.max_len = max(row.prompt + row.computed + row.span for rows in scenario.steps for row in rows) + 8
+        behaviour = scenario.behaviour
+        self.model = recording.named(behaviour.class_name)(
+            behaviour, batched=variant.hook == "batched", mtp=variant.mtp, max_rows=_MAX_REQUESTS, device=device
+        )
+        self.runner = _make_runner(cls, self.model, scenario, variant, device, self.max_tokens, self.max_len)
+        self.model.buffer = device_side(self.runner.inputs_embeds)
+        self.hidden = torch.zeros(self.max_tokens, HIDDEN, device=device)
+
+    # The scheduler's side.
+
+    def take_step(self, rows: Step, record: Recording) -> None:
+        runner, setting = self.runner, self.scenario.setting
+        self._update_requests(rows)
+        offsets = np.cumsum([0, *(row.span for row in rows)]).tolist()
+        total = offsets[-1]
+        buffer_rows = total - setting.buffer_short if setting.buffer_short else total + _ROWS_BEHIND
+        self._fill_inputs(rows, offsets)
+        step = StepRecord(rows, offsets[:-1])
+        self.model.log = step.log
+        record.steps.append(step)
+        before = self._contents()
+        ids, embeds = device_side(runner.input_ids), device_side(runner.inputs_embeds)
+        ids_version, addresses = ids._version, (ids.data_ptr(), embeds.data_ptr())
+        scheduled = _scheduler_output(rows, reverse=setting.scheduled_reversed)
+        try:
+            outputs = runner._preprocess(scheduled, buffer_rows)
+        except Exception:
+            record.untouched_by_error = self._unchanged_after_error(before, step)
+            raise
+        step.ids_written = ids._version != ids_version
+        step.same_buffers = self._same_buffers(outputs, addresses)
+        step.returned_ids = None if outputs[0] is None else outputs[0].tolist()
+        step.embeds = None if outputs[1] is None else outputs[1].float().tolist()
+        runner._gather_runtime_additional_information()
+        step.live = {request: recording.copy_info(info) for request, info in runner.model_intermediate_buffer.items()}
+        step.codes = {row.request: self._stored_codes(row.request) for row in rows}
+        self._finish_step(rows, scheduled, step)
+
+    def _finish_step(self, rows: Step, scheduled: Any, step: StepRecord) -> None:
+        """Postprocessing by the released code, then all device buffers written over, as a next step would."""
+        runner = self.runner
+        for index, row in enumerate(rows):
+            self.hidden[index].fill_(self.indices[row.request])
+        spans = np.ones(len(rows), dtype=np.int32)
+        hidden_rows = torch.arange(len(rows) + 1, dtype=torch.int32)
+        if self.scenario.behaviour.has_preprocess:
+            runner._process_additional_information_updates(
+                self.hidden, None, spans, scheduled, **_accepted(
+                    runner._process_additional_information_updates, query_start_loc_cpu=hidden_rows
+                )
+            )
+        self.model.scribble()
+        self.hidden.fill_(200)
+        for row in rows:
+            step.codes_later[row.request] = self._stored_codes(row.request)
+            last = runner.model_intermediate_buffer.get(row.request, {}).get("last", {}).get("hidden")
+            step.last_later[row.request] = None if last is None else last.float().reshape(-1).tolist()
+
+    def _update_requests(self, rows: Step) -> None:
+        """Bring request states and input batch to these rows, with vLLM's own add, remove, condense and swap."""
+        runner, batch = self.runner, self.runner.input_batch
+        wanted = [row.request for row in rows]
+        for request in [known for known in batch.req_ids if known not in wanted]:
+            batch.remove_request(request)
+        for row in rows:
+            state = runner.requests.get(row.request)
+            if state is None:
+                state = runner.requests[row.request] = self._new_state(row)
+                self._new_buffer(row.request)
+            elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt:
+                state.prompt_token_ids = self._prompt(row)
+                state.num_prompt_tokens = row.prompt
+            known = row.computed + row.span - row.prompt
+            while len(state.output_token_ids) < known:
+                state.output_token_ids.append(self._token(row, row.prompt + len(state.output_token_ids)))
+            if row.request not in batch.req_id_to_index:
+                batch.add_request(state)
+        batch.condense()
+        for index, request in enumerate(wanted):
+            if batch.req_ids[index] != request:
+                batch.swap_states(index, batch.req_id_to_index[request])
+        batch.refresh_metadata()
+        for index, row in enumerate(rows):
+            batch.num_computed_tokens_cpu[index] = row.computed
+        for request in self.scenario.setting.missing:
+            runner.requests.pop(request, None)
+        if self.scenario.setting.stale:
+            for request in wanted:
+                runner.model_intermediate_buffer.setdefault(request, {}).update(recording.hostile_fields())
+
+    def _new_state(self, row: Row) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+        setting = self.scenario.setting
+        seed = setting.seeds.get(row.request)
+        extra = None if seed is None else {name: seed for name in ("tts_local_seed", "qwen3_tts_request_seed")}
+        as_embeds = row.request in setting.prompt_embeds
+        prompt_embeds = None
+        if as_embeds:
+            index = self.indices[row.request]
+            prompt_embeds = torch.tensor([recording.prompt_embedding(index, place) for place in range(row.prompt)])
+        state = CachedRequestState(
+            req_id=row.request,
+            prompt_token_ids=None if as_embeds else self._prompt(row),
+            prompt_embeds=prompt_embeds,
+            mm_features=[],
+            sampling_params=SamplingParams(max_tokens=9, seed=7, extra_args=extra),
+            generator=None,
+            block_ids=([0],),
+            num_computed_tokens=max(row.computed, 0),
+            output_token_ids=[],
+        )
+        if as_embeds:
+            state.prompt_embeds_cpu = prompt_embeds
+        return state
+
+    def _new_buffer(self, request: str) -> None:
+        setting = self.scenario.setting
+        if request not in setting.no_buffer:
+            info: dict[str, Any] = {"voice": "v"}
+            if setting.nested:
+                info[recording.NESTED] = {"once": request}
+            self.runner.model_intermediate_buffer[request] = info
+
+    def _prompt(self, row: Row) -> list[int]:
+        return [self._token(row, position) for position in range(row.prompt)]
+
+    def _token(self, row: Row, position: int) -> int:
+        return recording.token(self.indices[row.request], position)
+
+    def _fill_inputs(self, rows: Step, offsets: Sequence[int]) -> None:
+        runner = self.runner
+        ids = runner.input_ids.cpu
+        ids.zero_()
+        for row, start in zip(rows, offsets, strict=False):
+            for index in range(row.span):
+                ids[start + index] = self._token(row, row.computed + index)
+        starts = runner.query_start_loc.cpu
+        starts[: len(offsets)] = torch.tensor(offsets, dtype=starts.dtype)
+        for buffer in (runner.input_ids, runner.query_start_loc):
+            device_side(buffer).copy_(buffer.cpu)
+        device_side(runner.inputs_embeds).fill_(UNTOUCHED)
+
+    # Observation.
+
+    def _stored_codes(self, request: str) -> list[int] | None:
+        codes = self.runner.model_intermediate_buffer.get(request, {}).get("codes", {}).get("audio")
+        return None if codes is None else [int(value) for value in codes.reshape(-1).tolist()]
+
+    def _contents(self) -> dict[str, Any]:
+        return {
+            "ids": device_side(self.runner.input_ids).tolist(),
+            "stored": {request: _without_runner_keys(info) for request, info in self._buffers().items()},
+        }
+
+    def _buffers(self) -> Mapping[str, Mapping[str, Any]]:
+        buffers: Mapping[str, Mapping[str, Any]] = self.runner.model_intermediate_buffer
+        return buffers
+
+    def _unchanged_after_error(self, before: Mapping[str, Any], step: StepRecord) -> bool:
+        """Whether nothing of the refused rows was written: their ids, embeddings and stored updates."""
+        embeds = device_side(self.runner.inputs_embeds).float().tolist()
+        now = self._contents()
+        for row, start in _refused(step, self.variant.hook):
+            span = slice(start, start + row.span)
+            if now["ids"][span] != before["ids"][span] or now["stored"].get(row.request, {}) != before["stored"].get(
+                row.request, {}
+            ):
+                return False
+            if any(value != UNTOUCHED for embedding in embeds[span] for value in embedding):
+                return False
+        return True
+
+    def _same_buffers(self, outputs: Sequence[Any], addresses: tuple[int, int]) -> bool:
+        runner = self.runner
+        if (device_side(runner.input_ids).data_ptr(), device_side(runner.inputs_embeds).data_ptr()) != addresses:
+            return False
+        return all(
+            tensor is None or tensor.data_ptr() == address
+            for tensor, address in zip(outputs[:2], addresses, strict=True)
+        )
+
+
+def _refused(step: StepRecord, hook: Hook) -> Iterator[tuple[Row, int]]:
+    """Rows of the last hook call of a step, which raised; all rows when none was called (E4)."""
+    last = max((call.call for call in step.log.hooks), default=None)
+    last_tokens = [call.token_ids[0] for call in step.log.hooks if call.call == last]
+    requests = {recording.place(token_id) for token_id in last_tokens}
+    for row, start in zip(step.rows, step.offsets, strict=True):
+        positions = {position for _, position in requests}
+        if last is None or row.computed in positions:
+            yield row, start
+
+
+def _without_runner_keys(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What hooks and MTP stored, without the keywords that a runner refreshes before each call."""
+    return {key: value for key, value in info.items() if key in (recording.MARK, "codes", "last")}
+
+
+def _accepted(method: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+    """Those keywords that this release's method takes."""
+    parameters = inspect.signature(method).parameters
+    return {name: value for name, value in keywords.items() if name in parameters}
+
+
+def _scheduler_output(rows: Step, *, reverse: bool) -> Any:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    output = SchedulerOutput.make_empty()
+    scheduled = [(row.request, row.span) for row in rows]
+    output.num_scheduled_tokens = dict(reversed(scheduled) if reverse else scheduled)
+    output.total_num_scheduled_tokens = sum(row.span for row in rows)
+    return output
+
+
+def _make_runner(
+    cls: type,
+    model: RecordingModel,
+    scenario: Scenario,
+    variant: Variant,
+    device: torch.device,
+    max_tokens: int,
+    max_len: int,
+) -> Any:
+    from vllm.config import CUDAGraphMode, VllmConfig
+
+    setting = scenario.setting
+    runner = object.__new__(cls)
+    runner.device, runner.dtype, runner.pin_memory = device, torch.float32, device.type != "cpu"
+    runner.max_num_reqs = _MAX_REQUESTS
+    runner.model = model
+    runner.phase_mode = variant.mode
+    runner.supports_mm_inputs, runner.enable_prompt_embeds = setting.multimodal, setting.ids_absent
+    runner.uses_mrope, runner.uses_xdrope_dim = False, 0
+    runner.is_pooling_model = runner.is_multimodal_raw_input_only_model = False
+    runner.is_multimodal_pruning_enabled = False
+    runner.requires_sequence_parallel = False
+    runner.encoder_cache, runner.lookback_token_ids = {}, None
+    runner.speculative_config, runner.uniform_decode_query_len = None, 1
+    runner.requests, runner.model_intermediate_buffer = {}, {}
+    model.requires_raw_input_tokens = False  # type: ignore[attr-defined]
+    model_config = SimpleNamespace(
+        is_encoder_decoder=False,
+        async_chunk=False,
+        hf_text_config=SimpleNamespace(hidden_size=HIDDEN),
+        subtalker_sampling_params={"do_sample": False, "top_k": 1},
+    )
+    runner.model_config = model_config
+    runner.vllm_config = VllmConfig()
+    object.__setattr__(runner.vllm_config, "model_config", model_config)
+    runner.parallel_config = runner.vllm_config.parallel_config
+    runner.compilation_config = runner.vllm_config.compilation_config
+    runner.compilation_config.max_cudagraph_capture_size = _MAX_REQUESTS
+    runner.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    runner.cudagraph_dispatcher = _Dispatcher(setting.padded)
+
+    make = runner._make_buffer
+    runner.input_ids = make(max_tokens, dtype=torch.int32)
+    runner.inputs_embeds = make(max_tokens, HIDDEN, dtype=torch.float32, numpy=False)
+    runner.query_start_loc = make(_MAX_REQUESTS + 1, dtype=torch.int32)
+    runner.is_token_ids = make(max_tokens, dtype=torch.bool)
+    device_side(runner.is_token_ids).fill_(True)
+    runner.is_mm_embed_buffers = [make(max_tokens, dtype=torch.bool) for _ in range(2)]
+    runner.is_mm_embed = runner.is_mm_embed_buffers[0]
+    runner.is_mm_embed_idx = 0
+    runner.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+    runner.input_batch = _make_input_batch(device, max_tokens, max_len)
+    runner._init_talker_mtp()
+    if variant.mtp and setting.padded:
+        runner.talker_mtp = _captured(model.talker_mtp)
+    return runner
+
+
+def _make_input_batch(device: torch.device, max_tokens: int, max_len: int) -> Any:
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    return InputBatch(
+        **_accepted(
+            InputBatch.__init__,
+            max_num_reqs=_MAX_REQUESTS,
+            max_model_len=max_len,
+            max_num_batched_tokens=max_tokens,
+            device=device,
+            pin_memory=False,
+            vocab_size=1 << 21,
+            block_sizes=[16],
+            kernel_block_sizes=[16],
+            max_num_blocks_per_req=[max_len // 16 + 1],
+        )
+    )
+
+
+class _Dispatcher:
+    """Stand-in for vLLM's graph dispatcher: full graphs of one padded size, or none."""
+
+    def __init__(self, padded: int) -> None:
+        self._padded = padded
+
+    def dispatch(self, num_tokens: int, **_: Any) -> tuple[Any, Any]:
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import BatchDescriptor
+
+        if self._padded:
+            return CUDAGraphMode.FULL, BatchDescriptor(self._padded)
+        return CUDAGraphMode.NONE, BatchDescriptor(num_tokens)
+
+
+def _captured(function: Callable[..., Any]) -> Any:
+    """Stand-in for a captured MTP graph: an instance of this platform's graph wrapper class that captures nothing.
+
+    In full-graph mode it replays, so the keywords of a call are those of the capture, as on a device; in any other mode
+    the function runs directly.
+    """
+    from vllm.forward_context import get_forward_context
+    from vllm.config import CUDAGraphMode
+    from vllm_omni.platforms import current_omni_platform
+
+    def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        replayed = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
+        return function(*args, **({} if replayed else keywords))
+
+    wrapper: type = current_omni_platform.get_graph_wrapper_cls()
+    return object.__new__(type("CapturedStandIn", (wrapper,), {"__call__": call}))
+
+
+@contextlib.contextmanager
+def _single_stage() -> Iterator[None]:
+    """A pipeline of one stage and one rank, for code that asks for its group outside an engine."""
+    from vllm.distributed import parallel_state
+
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, rank_in_group=0, rank=0)
+    names = ("_PP", "_TP", "_DP")
+    before = {name: getattr(parallel_state, name) for name in names}
+    for name in names:
+        setattr(parallel_state, name, before[name] or group)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(parallel_state, name, value)
+
+
+@contextlib.contextmanager
+def _warnings_of_package(into: list[str]) -> Iterator[None]:
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            into.append(record.getMessage())
+
+    logger, handler = logging.getLogger("omni_npu_phase"), Collect(logging.WARNING)
+    propagate = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate

@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge: holds a recording against what its rows must show, clause by clause.
+
+A judgement is evidence for a clause: passed, or failed with what was seen. A clause that a run says nothing about gets
+no judgement, and no T clause is judged in a run in which MTP never ran for a row: it would pass because MTP was off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omni_npu_phase import contract
+from omni_npu_phase.conformance import model as recording
+from omni_npu_phase.conformance.driver import UNTOUCHED, Recording, StepRecord
+from omni_npu_phase.conformance.model import NEW_IDS, HookCall
+from omni_npu_phase.conformance.scenarios import DECODE, MTP, Row
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Evidence for or against one clause from one run; ``seen`` says what was wrong, and is empty when it holds."""
+
+    clause: str
+    scenario: str
+    variant: str
+    seen: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A row of a step with where it lies, and its hook calls."""
+
+    row: Row
+    start: int
+    token: int
+    calls: list[HookCall]
+
+    def __str__(self) -> str:
+        row = self.row
+        return f"{row.request} (P={row.prompt} C={row.computed} S={row.span})"
+
+
+def judge(run: Recording) -> list[Judgement]:
+    """Every judgement that a run gives rise to."""
+    findings = list(_judge_outcome(run))
+    if run.error is None:
+        findings += _judge_rows(run)
+    mtp_ran = any(step.log.mtp for step in run.steps)
+    return [
+        Judgement(clause, run.scenario.id, str(run.variant), seen)
+        for clause, seen in findings
+        if mtp_ran or not clause.startswith("T")
+    ]
+
+
+Finding = tuple[str, str]
+
+
+def _judge_outcome(run: Recording) -> Iterator[Finding]:
+    """How the run ended: as the scenario says, or with an error that its own clauses answer for."""
+    scenario = run.scenario
+    strict = run.variant.mode == "strict"
+    expected = scenario.error or (scenario.strict_error if strict else None)
+    if expected is None:
+        if run.error is not None:
+            for clause in scenario.about:
+                yield clause, f"raised {type(run.error).__name__}: {run.error}"
+        elif scenario.strict_error is not None:
+            yield scenario.strict_error, _warned(run, scenario.strict_error)
+        return
+    yield expected, _refused(run, expected)
+
+
+def _warned(run: Recording, clause: str) -> str:
+    own = [text for text in run.warnings if f"[{clause}]" in text]
+    return "" if len(own) == 1 else f"{len(own)} warnings instead of one"
+
+
+def _refused(run: Recording, clause: str) -> str:
+    error = run.error
+    if error is None:
+        return "no error"
+    if getattr(error, "clause", None) != clause:
+        return f"raised {type(error).__name__}: {error}"
+    if not run.untouched_by_error:
+        return "wrote part of what it refused"
+    if clause == "E4" and run.steps[-1].log.hooks:
+        return "called a hook before the error"
+    named = all(request in str(error) for request in error.requests)  # type: ignore[attr-defined]
+    return "" if named and error.requests else "the error names no request"  # type: ignore[attr-defined]
+
+
+def _judge_rows(run: Recording) -> Iterator[Finding]:
+    if not run.scenario.behaviour.has_preprocess:
+        for step in run.steps:
+            called = bool(step.log.hooks or step.log.batch_hooks)
+            replaced = step.embeds is not None
+            yield "R1", "called a hook" if called else "took the path of models with hooks" if replaced else ""
+        return
+    history = _History(run)
+    for number, step in enumerate(run.steps):
+        placed = _place(run, step)
+        before = f"step {number + 1}: "
+        checks = (
+            _fields(run, step, placed, history),
+            _owned_fields(run, step, placed),
+            _batch_hook(run, step),
+            _hook_choice(run, step, placed),
+            _writes(run, step, placed),
+            _updates(run, step, placed),
+            _mtp_batch(run, step, placed),
+            _codes(run, step, placed, history),
+            _special(run, step, placed),
+        )
+        for check in checks:
+            for clause, seen in check:
+                yield clause, before + seen if seen else ""
+        history.add(step)
+
+
+class _History:
+    """What earlier steps of a run leave a later one to be judged by."""
+
+    def __init__(self, run: Recording) -> None:
+        self.codes: dict[str, list[int] | None] = {}
+        self.progress: dict[str, tuple[int, int]] = {}
+        self.order: list[str] = []
+        self._streams = {
+            request: torch.Generator().manual_seed(seed) for request, seed in run.scenario.setting.seeds.items()
+        }
+
+    def noise(self, request: str) -> int:
+        """The next draw of a request's own stream, 0 for a request without seed."""
+        stream = self._streams.get(request)
+        return 0 if stream is None else recording.draw(stream)
+
+    def add(self, step: StepRecord) -> None:
+        self.progress.update({row.request: (row.prompt, row.computed) for row in step.rows})
+        self.order = [row.request for row in step.rows]
+
+
+def _place(run: Recording, step: StepRecord) -> list[_Placed]:
+    placed = []
+    for row, start in zip(step.rows, step.offsets, strict=True):
+        token = run.token(row)
+        calls = [call for call in step.log.hooks if recording.place(call.token_ids[0]) == recording.place(token)]
+        placed.append(_Placed(row, start, token, calls))
+    return placed
+
+
+# M: the fields.
+
+
+def _fields(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _History) -> Iterator[Finding]:
+    order = [call.token_ids[0] % NEW_IDS for call in step.log.hooks]
+    if len(rows) > 1:
+        wanted = [placed.token for placed in rows]
+        yield "M7", "" if order == wanted else f"hooks saw rows in the order {_requests(run, order)}"
+    for placed in rows:
+        row = placed.row
+        if len(placed.calls) != 1:
+            yield "M1", f"{placed} got {len(placed.calls)} hook calls"
+            continue
+        info = placed.calls[0].info
+        missing = [name for name in contract.FIELDS if name not in info]
+        yield "M1", f"{placed} lacks {', '.join(missing)}" if missing else ""
+        if missing:
+            for clause in ("M3", "M4", "M5"):
+                yield clause, f"{placed} lacks {', '.join(missing)}"
+            continue
+        wrong = [name for name, kind in contract.FIELD_TYPES.items() if type(info[name]) is not kind]
+        yield "M2", f"{placed}: {wrong[0]} is a {type(info[wrong[0]]).__name__}" if wrong else ""
+        prompt, computed, prefill = (info[name] for name in contract.FIELDS)
+        right = (prompt, computed, prefill) == (row.prompt, row.computed, row.prefill)
+        told = "" if right else f"{placed}: told P={prompt} C={computed} prefill={prefill}"
+        if row.request not in run.scenario.setting.prompt_embeds:
+            yield "M3", told if prompt != row.prompt else ""
+        yield "M4", told if computed != row.computed else ""
+        yield "M5", told if prefill != row.prefill else ""
+        if run.scenario.setting.stale or run.scenario.behaviour.preprocess_batch in ("claims", "replaces"):
+            yield "M6", told
+        earlier = history.progress.get(row.request)
+        if earlier is not None and (earlier[0] != row.prompt or earlier[1] >= row.computed or _flips(earlier, row)):
+            yield "M8", told
+        if row.prompt == 1 and row.computed == 0 and row.span == 1 and run.variant.mtp:
+            yield "T3", told
+        if contract.crosses(row.prompt, row.computed, row.span):
+            yield "E2", told
+        if row.request in run.scenario.setting.prompt_embeds:
+            yield "E1", told or _overlaid(run, placed)
+        if earlier is not None and earlier[1] > row.computed >= row.prompt:
+            yield "E3", told
+
+
+def _flips(earlier: tuple[int, int], row: Row) -> bool:
+    return (earlier[1] < earlier[0]) != row.prefill
+
+
+def _overlaid(run: Recording, placed: _Placed) -> str:
+    row = placed.row
+    index = run.token_indices[row.request]
+    wanted = [
+        recording.prompt_embedding(index, position) if position < row.prompt else [UNTOUCHED] * recording.HIDDEN
+        for position in range(row.computed, row.computed + row.span)
+    ]
+    given = placed.calls[0].given
+    return "" if given is None or given == wanted else f"{placed}: the hook was not given its prompt embeddings"
+
+
+def _owned_fields(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    """The fields as forward and postprocess of the step read them, and nested state that hooks own (M9)."""
+    for placed in rows:
+        row = placed.row
+        truth = {
+            contract.PROMPT_LEN: row.prompt,
+            contract.NUM_COMPUTED: row.computed,
+            contract.IS_PREFILL: row.prefill,
+        }
+        live = step.live.get(row.request, {})
+        for name, value in truth.items():
+            if type(live.get(name)) is not type(value) or live[name] != value:
+                yield "M9", f"{placed}: forward reads {name} as {live.get(name)!r}"
+                break
+        else:
+            yield "M9", ""
+        if run.scenario.setting.nested:
+            kept = "once" in live.get(recording.NESTED, {})
+            yield "M9", f"{placed}: a nested value the hook popped is back" if kept else ""
+    order = [log.get(contract.PROMPT_LEN) for log in step.log.postprocess]
+    wanted = [placed.row.prompt for placed in rows]
+    yield "M9", "" if order == wanted else f"postprocess reads prompt lengths {order} for {wanted}"
+
+
+def _batch_hook(run: Recording, step: StepRecord) -> Iterator[Finding]:
+    if run.scenario.behaviour.preprocess_batch == "absent":
+        return
+    calls = step.log.batch_hooks
+    wanted = [(0, [row.request for row in step.rows])]
+    yield "M10", "" if calls == wanted else f"preprocess_batch calls (hooks before, requests): {calls}"
+    marked = all(call.info.get(recording.BATCH_MARK) == call.request_id for call in step.log.hooks)
+    yield "M10", "" if marked else "a hook was not given the buffer that preprocess_batch left"
+
+
+# R: routing.
+
+
+def _hook_choice(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    has_batched = run.variant.hook == "batched"
+    for placed in rows:
+        row = placed.row
+        if len(placed.calls) != 1:
+            continue
+        call = placed.calls[0]
+        batchable = row.shows == MTP
+        if has_batched:
+            if batchable:
+                clause = "R5" if run.variant.mtp else "R4"
+                yield clause, "" if call.hook == "batched" else f"{placed} went to the scalar hook"
+            else:
+                yield "R2", "" if call.hook == "scalar" else f"{placed} went to the batched hook"
+        else:
+            yield "R2", "" if call.hook == "scalar" else f"{placed} went to a batched hook the model lacks"
+        if call.hook == "scalar":
+            yield "R9", _slices(run, placed)
+        elif call.request_id is not None:
+            same = call.request_id == row.request
+            yield "R3", "" if same else f"{placed} was paired with the infos of {call.request_id}"
+        yield "M1", "" if call.info.get("request_id") == row.request else f"{placed} lacks its request_id"
+    yield from _batches(run, step, rows)
+
+
+def _slices(run: Recording, placed: _Placed) -> str:
+    call, row = placed.calls[0], placed.row
+    wanted = [run.token(row, index) for index in range(row.span)]
+    if call.token_ids != wanted:
+        return f"{placed} was given {len(call.token_ids)} token ids that are not its own"
+    if call.offset is None:
+        return f"{placed} was given no embeddings slice"
+    if call.offset != placed.start or call.given_shape != (row.span, recording.HIDDEN):
+        return f"{placed} was given embeddings {call.given_shape} at row {call.offset} instead of {placed.start}"
+    return ""
+
+
+def _batches(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    """Each batched call is adjacent rows, made before any later row's hook (R4)."""
+    if run.variant.hook != "batched" or run.variant.mtp:
+        return
+    by_call: dict[int, list[int]] = {}
+    for index, placed in enumerate(rows):
+        for call in placed.calls:
+            by_call.setdefault(call.call, []).append(index)
+    for indices in by_call.values():
+        adjacent = indices == list(range(indices[0], indices[0] + len(indices)))
+        yield "R4", "" if adjacent else f"one batched call took rows {indices}"
+    order = [min(by_call[number]) for number in sorted(by_call)]
+    yield "R4", "" if order == sorted(order) else "a batch was flushed after a later span"
+
+
+def _writes(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    """Embeddings and ids as the model forward finds them (R6, R7, R9, T2, T4, E8)."""
+    behaviour = run.scenario.behaviour
+    if step.embeds is None or step.returned_ids is None:
+        yield ("R10" if run.scenario.setting.ids_absent else "R6"), "the model forward gets no embeddings or no ids"
+        return
+    yield "R6", "" if step.same_buffers else "the embeddings are not in the runner's own buffer"
+    spans = {placed.start + index for placed in rows for index in range(placed.row.span)}
+    behind = [row for row in range(len(step.embeds)) if row not in spans and step.embeds[row][0] != UNTOUCHED]
+    yield "R6", f"rows {behind} behind the spans were written" if behind else ""
+    mtp_ran = bool(step.log.mtp)
+    for placed in rows:
+        row = placed.row
+        if len(placed.calls) != 1:
+            continue
+        wanted = _wanted_embeds(run, placed)
+        found = step.embeds[placed.start : placed.start + row.span]
+        wrong = "" if found == wanted else f"{placed}: wrong embeddings at row {placed.start}"
+        if behaviour.fault is None:
+            yield "R6", wrong
+            yield ("R3" if placed.calls[0].hook == "batched" else "R9"), wrong
+        if behaviour.embeds != "fresh":
+            yield "E8", wrong
+        if run.variant.mtp:
+            if row.prefill and row.span == 1:
+                yield "T2", wrong
+            if row.shows == MTP and mtp_ran and any(other.row.prefill for other in rows):
+                yield "T4", wrong
+        if run.scenario.setting.ids_absent or run.scenario.setting.multimodal:
+            yield "R10", wrong or _slices(run, placed) if placed.calls[0].hook == "scalar" else wrong
+    yield from _ids(run, step, rows)
+
+
+def _wanted_embeds(run: Recording, placed: _Placed) -> list[list[float]]:
+    row = placed.row
+    offset = NEW_IDS if run.scenario.behaviour.ids == "new" else 0
+    if run.variant.mtp and row.shows == MTP and not _lacks_mtp_inputs(run):
+        return [recording.mtp_embedding(placed.token + offset)]
+    batched = placed.calls[0].hook == "batched"
+    rows = [recording.embedding(run.token(row, index), batched=batched) for index in range(row.span)]
+    if run.scenario.behaviour.fault == "short" and row.span > 1:
+        rows[-1] = [UNTOUCHED] * recording.HIDDEN
+    if run.scenario.behaviour.embeds == "shifted" and row.span > 1:
+        # The hook moved its rows down by one and gave all but the first; the last row of the span stays as it left it.
+        rows[-1] = rows[-2]
+    return rows
+
+
+def _ids(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    if run.scenario.behaviour.fault is not None:
+        return
+    new = run.scenario.behaviour.ids == "new"
+    if not new:
+        yield "R7", "token ids were copied although the hooks returned them as given" if step.ids_written else ""
+    for placed in rows:
+        row = placed.row
+        wanted = [run.token(row, index) + (NEW_IDS if new else 0) for index in range(row.span)]
+        found = (step.returned_ids or [])[placed.start : placed.start + row.span]
+        yield "R7", "" if found == wanted else f"{placed}: token ids are not what its hook returned"
+
+
+def _updates(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    behaviour = run.scenario.behaviour
+    if behaviour.updates == "nothing" or behaviour.fault == "no_dictionary":
+        return
+    for placed in rows:
+        if len(placed.calls) != 1:
+            continue
+        row = placed.row
+        live = step.live.get(row.request, {})
+        mark = live.get(recording.MARK, {}).get("token")
+        wanted = placed.calls[0].token_ids[-1]
+        yield "R8", "" if mark == wanted else f"{placed}: its buffer holds the update of {_requests(run, [mark or 0])}"
+        if not (row.shows == MTP and run.variant.mtp):
+            leaked = contract.MTP_INPUTS in live or contract.MTP_INPUTS in placed.calls[0].info
+            yield "E6", f"{placed}: its mtp_inputs were stored" if leaked else ""
+
+
+# T: MTP.
+
+
+def _mtp_batch(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    if not run.variant.mtp:
+        return
+    eligible = [placed for placed in rows if placed.row.shows == MTP]
+    if _lacks_mtp_inputs(run):
+        eligible = []
+    padding = run.scenario.setting.padded
+    entered: list[int] = []
+    one_stream = run.scenario.setting.seeds and run.scenario.behaviour.seeds == "one_stream"
+    for call in step.log.mtp:
+        count = call.rows if not padding or call.rows != padding else len(eligible)
+        entered += [token_id % NEW_IDS for token_id in call.token_ids[:count]]
+    wanted = [placed.token for placed in eligible]
+    listing = f"MTP ran for {_requests(run, entered)}"
+    if eligible:
+        yield "T1", "" if entered == wanted else listing
+        calls = len(step.log.mtp)
+        allowed = calls == 1 or (one_stream and calls == len(eligible))
+        yield "T8", "" if allowed else f"{calls} MTP calls for {len(eligible)} rows"
+    else:
+        yield "T7", f"MTP was called {len(step.log.mtp)} times" if step.log.mtp else ""
+    for placed in rows:
+        row = placed.row
+        inside = placed.token in entered
+        told = f"{placed} went to MTP" if inside else ""
+        if row.prefill and row.span == 1:
+            yield "T2", told
+            if row.prompt == 1:
+                yield "T3", told
+        if row.shows == DECODE:
+            yield "T6", told
+        if contract.crosses(row.prompt, row.computed, row.span):
+            yield "E2", told
+
+
+def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _History) -> Iterator[Finding]:
+    if not run.variant.mtp:
+        return
+    behaviour, setting = run.scenario.behaviour, run.scenario.setting
+    for placed in rows:
+        row = placed.row
+        found, known = step.codes.get(row.request), history.codes.get(row.request)
+        offset = NEW_IDS if behaviour.ids == "new" else 0
+        wanted = known
+        makes_codes = row.shows == MTP and not _lacks_mtp_inputs(run)
+        if makes_codes and not (behaviour.codes == "none_later" and history.order):
+            wanted = recording.mtp_codes(placed.token + offset, history.noise(row.request))
+        told = "" if found == wanted else f"{placed}: its codes are {found}, not {wanted}"
+        if makes_codes and behaviour.codes == "none_later" and history.order:
+            yield "T11", told
+        elif makes_codes:
+            unseeded = None if found is None else found[:-1]
+            yield "T5", "" if wanted is not None and unseeded == wanted[:-1] else told
+            if setting.seeds:
+                yield "T8", told
+            if setting.padded:
+                yield "T10", told
+            if behaviour.validity:
+                valid = step.live.get(row.request, {}).get(recording.VALIDITY[0], {}).get(recording.VALIDITY[1])
+                yield "T5", "" if valid is not None and bool(valid) else f"{placed}: its codes lack their validity mark"
+        elif row.shows == MTP:
+            yield ("E7" if behaviour.fault == "no_mtp_inputs" else "E5"), told
+        elif known is None:
+            yield ("T2" if row.prefill else "T6"), f"{placed} got codes {found}" if found is not None else ""
+        if wanted is not None:
+            later = step.codes_later.get(row.request)
+            changed = f"{placed}: its stored codes became {later} with the next write to MTP's output (on {run.device})"
+            yield "T9", "" if later == found else changed
+        history.codes[row.request] = wanted
+    for index, placed in enumerate(rows):
+        last = step.last_later.get(placed.row.request)
+        own = float(run.token_indices[placed.row.request])
+        kept = last == [own] * recording.HIDDEN
+        seen = f"{placed}: what its postprocess stored changed with the device buffer (on {run.device})"
+        yield "T9", "" if kept else f"{seen}, row {index}"
+
+
+def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    behaviour = run.scenario.behaviour
+    if run.scenario.setting.padded and run.variant.mtp and step.embeds is not None:
+        spans = {placed.start + index for placed in rows for index in range(placed.row.span)}
+        reached = [row for row in range(len(step.embeds)) if row not in spans and step.embeds[row][0] != UNTOUCHED]
+        yield "T10", f"padding reached rows {reached}" if reached else ""
+    if behaviour.takes_infos and run.variant.mtp:
+        for call in step.log.mtp:
+            requests = call.keywords.get("req_ids")
+            infos = call.keywords.get("req_infos") or []
+            paired = [info.get("request_id") for info in infos] == requests
+            yield "T1", "" if requests and paired else f"MTP was given req_ids {requests} with other infos"
+    if behaviour.fault in ("long", "short", "other_ids") and run.variant.mode == "on":
+        clause = run.scenario.about[0]
+        for placed in rows:
+            wanted = _wanted_embeds(run, placed) if len(placed.calls) == 1 else None
+            found = (step.embeds or [])[placed.start : placed.start + placed.row.span]
+            yield clause, "" if found == wanted else f"{placed}: not handled as the released runner does"
+
+
+def _lacks_mtp_inputs(run: Recording) -> bool:
+    """Whether the model's fault leaves eligible rows without MTP inputs: the batched hook gives them apart."""
+    fault = run.scenario.behaviour.fault
+    return fault == "no_mtp_inputs" or (fault == "no_dictionary" and run.variant.hook == "scalar")
+
+
+def _requests(run: Recording, token_ids: Sequence[int]) -> str:
+    names = {index: request for request, index in run.token_indices.items()}
+    return ", ".join(names.get(recording.place(token_id)[0], "no request") for token_id in token_ids) or "none"
+
+

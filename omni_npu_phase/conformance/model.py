@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recording model: a deterministic model that writes down every call, and whose values name their row.
+
+Every value it returns is a whole number below 257, exact in every dtype a runner may use, bfloat16 included. A token id
+names its request and position, so a call shows which physical rows it got, whatever the runner says about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from omni_npu_phase import contract
+from omni_npu_phase.conformance.scenarios import Behaviour
+
+HIDDEN = 8
+CODES = 5
+POSITIONS = 4096
+NEW_IDS = 1 << 20
+"""Added to every token id by a model that returns other ids."""
+BATCH_MARK = "batch_hook"
+MARK = "mark"
+NESTED = "nested"
+VALIDITY = ("meta", "valid")
+_SCALAR, _BATCHED, _MTP, _HIDDEN, _TEXT = range(1, 6)
+
+
+def token(request: int, position: int) -> int:
+    """The token id of a position of a request, both counted from 0."""
+    return 1 + request * POSITIONS + position
+
+
+def place(token_id: int) -> tuple[int, int]:
+    """Request and position of a token id, whether or not the model replaced it."""
+    return divmod((token_id - 1) % NEW_IDS, POSITIONS)
+
+
+def _vector(kind: int, token_id: int) -> list[float]:
+    request, position = place(token_id)
+    return [request, position // 64, position % 64, kind, 0, 0, 0, 1]
+
+
+def embedding(token_id: int, *, batched: bool = False) -> list[float]:
+    """What the hooks return for a token."""
+    return _vector(_BATCHED if batched else _SCALAR, token_id)
+
+
+def prompt_embedding(request: int, position: int) -> list[float]:
+    """What a request sent as prompt embeddings holds at a position."""
+    return [request, position // 64, position % 64, 9, 9, 9, 9, 9]
+
+
+def mtp_embedding(token_id: int) -> list[float]:
+    """What MTP returns for a row whose inputs all belong together."""
+    request, position = place(token_id)
+    return [request, position // 64, position % 64, _MTP, request, position % 64, request, position % 64]
+
+
+def mtp_codes(token_id: int, noise: int = 0) -> list[int]:
+    """The codes of a row whose MTP inputs all belong together; ``token_id`` is the id MTP was given."""
+    request, position = place(token_id)
+    return [request, position, request, request, noise]
+
+
+def draw(generator: torch.Generator) -> int:
+    """One draw of a request's own stream."""
+    return int(torch.randint(1, 200, (1,), generator=generator, device=generator.device).item())
+
+
+@dataclass(slots=True)
+class HookCall:
+    """One row's hook call: the hook, the rows' token ids, and what the row was told."""
+
+    hook: str
+    token_ids: list[int]
+    info: dict[str, Any]
+    request_id: Any
+    offset: int | None = None
+    """Buffer row at which the given embeddings slice begins, and its shape; None for hooks that get none."""
+    given_shape: tuple[int, ...] | None = None
+    given: list[list[float]] | None = None
+    call: int = 0
+    """Number of the hook call within the step; rows of one batched call share it."""
+
+
+@dataclass(slots=True)
+class MtpCall:
+    """One MTP call: the token ids of its rows, padding included, and its keywords."""
+
+    token_ids: list[int]
+    rows: int
+    keywords: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Log:
+    """What the model saw in one step."""
+
+    hooks: list[HookCall] = field(default_factory=list)
+    mtp: list[MtpCall] = field(default_factory=list)
+    batch_hooks: list[tuple[int, list[str]]] = field(default_factory=list)
+    """Hook calls made before it, and request ids, for each call of ``preprocess_batch``."""
+    postprocess: list[dict[str, Any]] = field(default_factory=list)
+    calls: int = 0
+
+
+class RecordingModel:
+    """A model with every optional hook of the contract. ``buffer`` is the runner's input embeddings buffer."""
+
+    has_postprocess = True
+    talker_mtp_graph_safe = True
+    mtp_hidden_size = HIDDEN
+    replace_runtime_additional_information = False
+    preprocess_decode_batch: Any
+    preprocess_batch: Any
+
+    def __init__(self, behaviour: Behaviour, *, batched: bool, mtp: bool, max_rows: int, device: torch.device) -> None:
+        self.behaviour = behaviour
+        self.device = device
+        self.log = Log()
+        self.buffer: torch.Tensor | None = None
+        self.has_preprocess = behaviour.has_preprocess
+        self._faulty_hook = "batched" if batched else "scalar"
+        self._mtp = mtp
+        self._mtp_calls = 0
+        self.mtp_embeds = torch.zeros(max_rows, HIDDEN, device=device)
+        self.mtp_codes = torch.zeros(max_rows, CODES, dtype=torch.int64, device=device)
+        if batched:
+            self.preprocess_decode_batch = self._preprocess_decode_batch
+        if behaviour.preprocess_batch != "absent":
+            self.preprocess_batch = self._preprocess_batch
+        if mtp:
+            self.talker_mtp = self._talker_mtp
+        self.talker_mtp_accepts_per_row_generators = behaviour.seeds == "per_row"
+        self.talker_mtp_accepts_req_infos = behaviour.takes_infos
+        self.gpu_resident_buffer_keys = {("codes", "audio"), VALIDITY} if behaviour.codes == "resident" else set()
+        if behaviour.validity:
+            self.talker_mtp_validity_key = VALIDITY
+
+    # Hooks.
+
+    def preprocess(self, input_ids: torch.Tensor, input_embeds: torch.Tensor | None, **info: Any) -> Any:
+        token_ids = [int(value) for value in input_ids.reshape(-1).tolist()]
+        call = HookCall("scalar", token_ids, copy_info(info), info.get("request_id"), call=self.log.calls)
+        if input_embeds is not None and self.buffer is not None:
+            stride = self.buffer.stride(0) * self.buffer.element_size()
+            call.offset = (input_embeds.data_ptr() - self.buffer.data_ptr()) // stride
+            call.given_shape = tuple(input_embeds.shape)
+            call.given = input_embeds.float().tolist()
+        self.log.hooks.append(call)
+        self.log.calls += 1
+        if self.behaviour.mutates == "nested":
+            info[NESTED].pop("once", None)
+        return self._faulty("scalar", self._scalar_result(input_ids, input_embeds, token_ids, info))
+
+    def _scalar_result(
+        self, input_ids: torch.Tensor, input_embeds: torch.Tensor | None, token_ids: list[int], info: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        embeds = self._rows([embedding(token_id) for token_id in token_ids])
+        updates = self._updates(token_ids[-1], info)
+        one_token = len(token_ids) == 1
+        offered = {"one_token": one_token, "every_row": True, "never": False}[self.behaviour.mtp_inputs]
+        if self._mtp and offered:
+            updates[contract.MTP_INPUTS] = (
+                self._rows([_vector(_HIDDEN, token_ids[-1])]),
+                self._rows([_vector(_TEXT, token_ids[-1])])[0],
+            )
+        if self.behaviour.embeds == "in_place" and input_embeds is not None:
+            input_embeds.copy_(embeds)
+            embeds = input_embeds
+        elif self.behaviour.embeds == "shifted" and input_embeds is not None and not one_token:
+            # The runner must move these rows up by one, over themselves.
+            input_embeds[1:].copy_(embeds[:-1])
+            embeds = input_embeds[1:]
+        return self._ids(input_ids), embeds, updates
+
+    def _preprocess_decode_batch(self, input_ids: torch.Tensor, req_infos: Sequence[dict[str, Any]]) -> Any:
+        token_ids = [int(value) for value in input_ids.reshape(-1).tolist()]
+        updates = []
+        for index, info in enumerate(req_infos):
+            self.log.hooks.append(
+                HookCall(
+                    "batched", token_ids[index : index + 1], copy_info(info), info.get("request_id"), call=self.log.calls
+                )
+            )
+            updates.append(self._updates(token_ids[index], info))
+            if self.behaviour.mutates == "nested":
+                info[NESTED].pop("once", None)
+            if self.behaviour.mutates == "fields":
+                info.update(_HOSTILE)
+        self.log.calls += 1
+        embeds = self._rows([embedding(token_id, batched=True) for token_id in token_ids])
+        hidden = self._rows([_vector(_HIDDEN, token_id) for token_id in token_ids])
+        text_step = self._rows([_vector(_TEXT, token_id) for token_id in token_ids])
+        ids = self._ids(input_ids)
+        result = (ids, embeds, hidden, text_step, updates) if self._mtp else (ids, embeds, updates)
+        return self._faulty("batched", result)
+
+    def _preprocess_batch(
+        self, *, req_ids: Sequence[str], model_intermediate_buffer: dict[str, dict[str, Any]], device: torch.device
+    ) -> None:
+        self.log.batch_hooks.append((self.log.calls, list(req_ids)))
+        for request_id in req_ids:
+            known = model_intermediate_buffer.setdefault(request_id, {})
+            if self.behaviour.preprocess_batch == "replaces":
+                model_intermediate_buffer[request_id] = {**known, BATCH_MARK: request_id}
+            else:
+                known[BATCH_MARK] = request_id
+            if self.behaviour.preprocess_batch == "claims":
+                known.update(_HOSTILE)
+
+    def _talker_mtp(
+        self, ids: torch.Tensor, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor, **keywords: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Results lie in buffers that the next call writes over, as a graph's do."""
+        count = ids.shape[0]
+        self.log.mtp.append(MtpCall([int(value) for value in ids.tolist()], count, keywords))
+        self._mtp_calls += 1
+        host_ids, host_embeds, host_hidden, host_text = (part.cpu() for part in (ids, embeds, hidden, text_step))
+        noise = self._noise(keywords, count)
+        out, codes = [], []
+        for index in range(count):
+            request, position = place(int(host_ids[index]))
+            own, past, text = host_embeds[index], host_hidden[index], host_text[index]
+            out.append([*own[:3].tolist(), _MTP, past[0].item(), past[2].item(), text[0].item(), text[2].item()])
+            mixed = request if int(own[0]) == request else 250
+            codes.append([mixed, position, int(past[0]), int(text[0]), noise[index]])
+        self.mtp_embeds[:count].copy_(torch.tensor(out, dtype=torch.float32).to(self.device))
+        self.mtp_codes[:count].copy_(torch.tensor(codes, dtype=torch.int64).to(self.device))
+        none = self.behaviour.codes == "none_later" and self._mtp_calls > 1
+        return self.mtp_embeds[:count], None if none else self.mtp_codes[:count]
+
+    def postprocess(self, hidden_states: torch.Tensor, *, multimodal_outputs: Any = None, **info: Any) -> dict[str, Any]:
+        self.log.postprocess.append(copy_info(info))
+        return {"last": {"hidden": hidden_states[-1:]}}
+
+    def embed_input_ids(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        """The model's own embeddings, which hooks replace."""
+        return torch.full((input_ids.shape[0], HIDDEN), 3.0).to(self.device)
+
+    # Parts.
+
+    def scribble(self) -> None:
+        """Write over the buffers that MTP results lie in, as its next call would (T9)."""
+        self.mtp_embeds.fill_(200)
+        self.mtp_codes.fill_(200)
+
+    def _ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids if self.behaviour.ids == "same" else input_ids.to(torch.int64) + NEW_IDS
+
+    def _updates(self, token_id: int, info: dict[str, Any]) -> dict[str, Any]:
+        if self.behaviour.updates == "nothing":
+            return {}
+        mark: dict[str, Any] = {MARK: {"token": token_id}}
+        if self.behaviour.updates == "whole":
+            return {**info, **mark}
+        return {**mark, **_HOSTILE} if self.behaviour.updates == "fields" else mark
+
+    def _noise(self, keywords: Mapping[str, Any], count: int) -> list[int]:
+        if "generators" in keywords:
+            return [0 if generator is None else draw(generator) for generator in keywords["generators"]]
+        if keywords.get("generator") is not None:
+            return [draw(keywords["generator"]) for _ in range(count)]
+        return [0] * count
+
+    def _rows(self, rows: list[list[float]]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.float32).to(self.device)
+
+    def _faulty(self, hook: str, result: tuple[Any, ...]) -> Any:
+        if self.behaviour.fault is None or hook != self._faulty_hook:
+            return result
+        return FAULTS[self.behaviour.fault](hook, result)
+
+
+def named(class_name: str) -> type[RecordingModel]:
+    """The recording model under another class name, for released code that asks for one."""
+    return type(class_name, (RecordingModel,), {})
+
+
+_HOSTILE = {contract.PROMPT_LEN: 77, contract.NUM_COMPUTED: torch.tensor(88), contract.IS_PREFILL: 1}
+
+
+def hostile_fields() -> dict[str, Any]:
+    """Wrong values of wrong types under the runner-owned names."""
+    return dict(_HOSTILE)
+
+
+def copy_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """A live buffer as it is now, nested dictionaries included."""
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in info.items()}
+
+
+def _replace(result: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    values = list(result)
+    values[index] = value
+    return tuple(values)
+
+
+def _embeds(change: Callable[[torch.Tensor], Any]) -> Callable[[str, tuple[Any, ...]], Any]:
+    return lambda hook, result: _replace(result, 1, change(result[1]))
+
+
+def _long(embeds: torch.Tensor) -> torch.Tensor:
+    return torch.cat([embeds, embeds])
+
+
+def _no_mtp_inputs(hook: str, result: tuple[Any, ...]) -> Any:
+    return _replace(result, -1, {key: value for key, value in result[-1].items() if key != contract.MTP_INPUTS})
+
+
+def _no_dictionary(hook: str, result: tuple[Any, ...]) -> Any:
+    return _replace(result, -1, None if hook == "scalar" else [None, *result[-1][1:]])
+
+
+def _short(hook: str, result: tuple[Any, ...]) -> Any:
+    # An eligible row without any row has nothing to hand to MTP, which is another matter.
+    return result if len(result[1]) == 1 else _replace(result, 1, result[1][:-1])
+
+
+FAULTS: Mapping[str, Callable[[str, tuple[Any, ...]], Any]] = {
+    "short": _short,
+    "long": _embeds(_long),
+    "other_ids": lambda hook, result: _replace(result, 0, torch.cat([result[0], result[0]])),
+    "no_dictionary": _no_dictionary,
+    "no_mtp_inputs": _no_mtp_inputs,
+    "wrong_rank": _embeds(lambda embeds: embeds.unsqueeze(0)),
+    "wrong_width": _embeds(lambda embeds: embeds[:, :-1]),
+    "integer_embeds": _embeds(lambda embeds: embeds.to(torch.int64)),
+    "float_ids": lambda hook, result: _replace(result, 0, result[0].float()),
+    "elsewhere": _embeds(lambda embeds: torch.empty_like(embeds, device="meta")),
+    "two_values": lambda hook, result: result[:2],
+    "six_values": lambda hook, result: (*result, *result)[:6],
+    "few_updates": lambda hook, result: _replace(result, -1, result[-1][:-1]),
+    "short_hidden": lambda hook, result: _replace(result, 2, result[2][:-1]),
+    "wide_text_step": lambda hook, result: _replace(result, 3, torch.cat([result[3], result[3]], dim=1)),
+}
+"""Malformed hook results by name: each takes the hook's kind and its good result (E5, E5b, E7)."""

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios: tables of steps, each row with its lengths and what it must show.
+
+A row is written ``row(request, P, C, S, shows)`` in input-batch order. Rows that show :data:`MTP` are decode and go to
+MTP in models that have one. A scenario runs once per combination of its hook kinds and MTP settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+PREFILL = "prefill"
+TAIL = "prefill tail"
+DECODE = "decode"
+MTP = "decode, MTP"
+
+Shows = Literal["prefill", "prefill tail", "decode", "decode, MTP"]
+Hook = Literal["scalar", "batched"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A scheduled row: request, prompt length, progress before the step, span (tokens), and what it must show."""
+
+    request: str
+    prompt: int
+    computed: int
+    span: int
+    shows: Shows
+
+    @property
+    def phase(self) -> str:
+        return DECODE if self.shows == MTP else self.shows
+
+    @property
+    def prefill(self) -> bool:
+        return self.shows in (PREFILL, TAIL)
+
+
+def row(request: str, prompt: int, computed: int, span: int, shows: Shows) -> Row:
+    return Row(request, prompt, computed, span, shows)
+
+
+Step = tuple[Row, ...]
+
+
+def step(*rows: Row) -> Step:
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """How the recording model acts. The defaults are a conforming model that also offers what a runner must not take."""
+
+    ids: Literal["same", "new"] = "same"
+    """Token ids returned: the object given, or other ids as another integer dtype (R7)."""
+    mtp_inputs: Literal["one_token", "every_row", "never"] = "one_token"
+    """Which rows get ``mtp_inputs`` from the scalar hook; prefill rows among them must not be taken (T2, E6)."""
+    updates: Literal["mark", "whole", "fields", "nothing"] = "mark"
+    """Updates returned: a mark, the whole keyword dictionary, or hostile copies of the runner-owned fields (M9)."""
+    mutates: Literal["nothing", "fields", "nested"] = "nothing"
+    """What a hook changes in the dictionaries it is handed: the fields, or a nested value it pops (M9)."""
+    embeds: Literal["fresh", "in_place", "shifted"] = "fresh"
+    """Embeddings returned: a new tensor, the given slice filled in place, or an overlapping view of it (E8)."""
+    fault: str | None = None
+    """A malformed hook result, by its name in :data:`omni_npu_phase.conformance.model.FAULTS` (E5, E5b)."""
+    preprocess_batch: Literal["absent", "records", "replaces", "claims"] = "absent"
+    """The optional batch hook: records its call, replaces buffers, or writes the fields itself (M6, M10)."""
+    codes: Literal["rows", "none_later", "resident"] = "rows"
+    """Codes from MTP: one row per request, none from its second call on (T11), or kept on the device."""
+    validity: bool = False
+    """Whether the model asks for a validity mark beside its codes."""
+    seeds: Literal["unused", "per_row", "one_stream"] = "unused"
+    """Whether MTP draws from request generators, and whether it accepts one per row in a call (T8)."""
+    takes_infos: bool = False
+    """Whether MTP asks for ``req_ids`` and ``req_infos``."""
+    class_name: str = "RecordingModel"
+    """Released code recognises one model by its class name."""
+    has_preprocess: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What surrounds the rows: the runner's switches and the requests' states."""
+
+    padded: int = 0
+    """Rows a captured MTP graph is padded to; 0 for an MTP that is not captured (T10)."""
+    prompt_embeds: frozenset[str] = frozenset()
+    """Requests sent as prompt embeddings, without token ids (E1)."""
+    ids_absent: bool = False
+    """Whether the released input selection gives ``input_ids`` None (R10)."""
+    multimodal: bool = False
+    """Whether inputs go through the released multimodal path."""
+    stale: bool = False
+    """Whether the live buffers hold wrong fields before every step (M6)."""
+    nested: bool = False
+    """Whether every live buffer starts with a nested value to pop (M9)."""
+    no_buffer: frozenset[str] = frozenset()
+    """Requests that have no live buffer at first (M9)."""
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    """MTP seeds by request (T8)."""
+    missing: frozenset[str] = frozenset()
+    """Requests whose state is missing (E4)."""
+    buffer_short: int = 0
+    """Rows by which the step's buffer is shorter than its spans (E4)."""
+    scheduled_reversed: bool = False
+    """Whether the scheduler's dictionary lists requests in another order than the batch (M7)."""
+    generation: bool = False
+    """Whether the generation runner is driven instead of the autoregressive one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One scenario. ``about`` are the clauses it was written for; others that its rows show are judged too.
+
+    ``error`` is the clause of the error every run must end in, ``strict_error`` of the one in strict mode only;
+    ``warns`` the clause warned of, once, otherwise.
+    """
+
+    id: str
+    title: str
+    about: tuple[str, ...]
+    steps: tuple[Step, ...]
+    hooks: tuple[Hook, ...] = ("scalar", "batched")
+    mtp: tuple[bool, ...] = (True, False)
+    behaviour: Behaviour = Behaviour()
+    setting: Setting = Setting()
+    error: str | None = None
+    strict_error: str | None = None
+    report: str | None = None
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """Request ids in order of arrival."""
+        return tuple(dict.fromkeys(each.request for rows in self.steps for each in rows))
+
+
+_CHUNKED: tuple[Step, ...] = (
+    step(row("a", 5, 0, 4, PREFILL)),
+    step(row("a", 5, 4, 1, TAIL)),
+    step(row("a", 5, 5, 1, MTP)),
+    step(row("a", 5, 6, 1, MTP)),
+)
+_MIXED: Step = (
+    row("pre", 9, 0, 3, PREFILL),
+    row("dec", 4, 6, 1, MTP),
+    row("tail", 5, 4, 1, TAIL),
+    row("dec2", 3, 3, 1, MTP),
+    row("dec3", 2, 7, 1, MTP),
+    row("one", 1, 0, 1, PREFILL),
+)
+_DECODES: Step = (row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP), row("c", 2, 9, 1, MTP))
+_SCALAR_FAULT: tuple[Step, ...] = (
+    step(row("p", 6, 0, 4, PREFILL), row("a", 3, 3, 1, MTP)),
+    step(row("p", 6, 4, 2, PREFILL), row("a", 3, 4, 1, MTP)),
+)
+_BATCH_FAULT: tuple[Step, ...] = (step(row("p", 6, 0, 4, PREFILL), row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP)),)
+
+
+def _scalar_fault(fault: str, title: str, *, error: bool, mtp: tuple[bool, ...] = (True, False)) -> Scenario:
+    clause = "E7" if fault == "no_mtp_inputs" else "E5"
+    return Scenario(
+        f"{clause.lower()}-{fault.replace('_', '-')}",
+        title,
+        (clause,),
+        _SCALAR_FAULT,
+        hooks=("scalar",),
+        mtp=mtp,
+        behaviour=Behaviour(fault=fault),
+        error=clause if error else None,
+        strict_error=None if error else clause,
+    )
+
+
+def _batch_fault(fault: str, title: str, *, mtp: tuple[bool, ...] = (True, False), strict: bool = False) -> Scenario:
+    return Scenario(
+        f"e5b-{fault.replace('_', '-')}",
+        title,
+        ("E5b",),
+        _BATCH_FAULT,
+        hooks=("batched",),
+        mtp=mtp,
+        behaviour=Behaviour(fault=fault),
+        error=None if strict else "E5b",
+        strict_error="E5b" if strict else None,
+    )
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    # The table of the contract, and prompts in pieces.
+    Scenario("tail", "a prompt in two steps with a one-token tail, then decode", ("M5", "T1", "T2"), _CHUNKED,
+             report="omni#4382"),
+    Scenario("table", "every line of the contract's table in one batch", ("M5", "T1", "T2", "T3", "T6"),
+             (step(row("a", 5, 0, 4, PREFILL), row("b", 5, 4, 1, TAIL), row("c", 5, 5, 1, MTP),
+                   row("d", 5, 6, 1, MTP), row("e", 1, 0, 1, PREFILL), row("f", 5, 5, 2, DECODE)),)),
+    Scenario("one-token-chunks", "a prompt read one token at a time", ("M5", "T2"),
+             tuple(step(row("a", 4, c, 1, (PREFILL, PREFILL, PREFILL, TAIL, MTP)[c]), row("d", 2, 2 + c, 1, MTP))
+                   for c in range(5))),
+    Scenario("budget-short-by-one", "a budget one short of a long prompt", ("M4", "T2"),
+             (step(row("a", 2049, 0, 2048, PREFILL)), step(row("a", 2049, 2048, 1, TAIL), row("d", 2, 2, 1, MTP)),
+              step(row("a", 2049, 2049, 1, MTP), row("d", 2, 3, 1, MTP))), report="omni#2443"),
+    Scenario("three-chunks", "offsets of a prompt in three chunks", ("M4", "R9"),
+             (step(row("a", 10, 0, 6, PREFILL), row("d", 1, 1, 1, MTP)),
+              step(row("a", 10, 6, 3, PREFILL), row("d", 1, 2, 1, MTP)),
+              step(row("a", 10, 9, 1, TAIL), row("d", 1, 3, 1, MTP)), step(row("a", 10, 10, 1, MTP))),
+             report="omni#5377"),
+    Scenario("one-token-prompts", "one-token prompts beside decode rows", ("T3",),
+             (step(row("a", 1, 0, 1, PREFILL), row("d", 4, 4, 1, MTP), row("b", 1, 0, 1, PREFILL)),
+              step(row("a", 1, 1, 1, MTP), row("d", 4, 5, 1, MTP), row("b", 1, 1, 1, MTP)))),
+    Scenario("frame-mid-prompt", "a model that emits a frame in the middle of its prompt", ("T2", "T7"),
+             (step(row("a", 9, 0, 8, PREFILL), row("d", 2, 2, 1, MTP)), step(row("a", 9, 8, 1, TAIL))),
+             behaviour=Behaviour(mtp_inputs="every_row"), report="omni#7084"),
+    Scenario("no-eligible-row", "a step of prefill rows only", ("T7",),
+             (step(row("a", 3, 3, 1, MTP)), step(row("b", 4, 0, 3, PREFILL), row("c", 6, 5, 1, TAIL)))),
+    # Cached progress, first sight, long decode spans, boundary crossings.
+    Scenario("cached-progress", "a prefix-cache hit at first sight", ("M4",),
+             (step(row("a", 6, 4, 2, PREFILL), row("d", 2, 3, 1, MTP)), step(row("a", 6, 6, 1, MTP))),
+             report="omni#4317, omni#4518"),
+    Scenario("first-sight-at-tail", "a request first seen at C = P - 1", ("M4", "T2"),
+             (step(row("a", 6, 5, 1, TAIL), row("d", 2, 3, 1, MTP)), step(row("a", 6, 6, 1, MTP)))),
+    Scenario("long-decode-span", "decode spans of more than one token", ("T6", "R2"),
+             (step(row("a", 5, 5, 2, DECODE), row("b", 3, 4, 1, MTP)),
+              step(row("a", 5, 7, 1, MTP), row("b", 3, 5, 3, DECODE)))),
+    Scenario("crossing", "a span across the prompt boundary", ("E2",),
+             (step(row("a", 5, 3, 4, PREFILL), row("b", 3, 4, 1, MTP)), step(row("a", 5, 7, 1, MTP)))),
+    Scenario("cfg-pair", "a CFG pair with unequal spans", ("R3", "T6"),
+             (step(row("a.cond", 4, 4, 1, MTP), row("a.uncond", 3, 3, 2, DECODE)),
+              step(row("a.cond", 4, 5, 1, MTP), row("a.uncond", 3, 5, 1, MTP))), report="omni#3004"),
+    # Mixed batches and order.
+    Scenario("mixed", "prefill, tail, one-token prompt and decode rows in one batch",
+             ("R2", "R4", "R5", "R6", "R8", "T1", "T2", "T4"), (_MIXED,)),
+    Scenario("mixed-reversed", "the same batch the other way round", ("R2", "R6", "T1", "T4"), (_MIXED[::-1],)),
+    *(Scenario(f"mixed-rotated-{turn}", f"the same batch turned by {turn}", ("R2", "R6", "T1", "T4"),
+               (_MIXED[turn:] + _MIXED[:turn],)) for turn in range(1, len(_MIXED))),
+    Scenario("adjacent-decodes", "adjacent decode requests, each with its own codes", ("R3", "R8", "T5"),
+             (_DECODES, step(*(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _DECODES))),
+             report="omni#3420"),
+    Scenario("swapped", "decode rows swapped between steps", ("M7", "R3", "T5"),
+             (step(row("a", 3, 3, 1, MTP), row("b", 4, 4, 1, MTP)),
+              step(row("b", 4, 5, 1, MTP), row("a", 3, 4, 1, MTP))), report="omni#2690"),
+    Scenario("scheduler-order", "a scheduler dictionary in another order than the batch", ("M7",),
+             (_MIXED,), setting=Setting(scheduled_reversed=True)),
+    Scenario("condensed", "requests finish, rows move up", ("M7", "T5"),
+             (step(row("a", 3, 3, 1, MTP), row("b", 4, 4, 1, MTP), row("c", 5, 4, 1, TAIL), row("d", 2, 8, 1, MTP)),
+              step(row("d", 2, 9, 1, MTP), row("b", 4, 5, 1, MTP), row("c", 5, 5, 1, MTP)),
+              step(row("c", 5, 6, 1, MTP)))),
+    Scenario("joins-and-leaves", "a request joins in front of a decoding one", ("M7", "T4"),
+             (step(row("a", 3, 3, 1, MTP)), step(row("b", 6, 0, 5, PREFILL), row("a", 3, 4, 1, MTP)),
+              step(row("b", 6, 5, 1, TAIL), row("a", 3, 5, 1, MTP)))),
+    # Resume, preemption, replay, streaming.
+    Scenario("resumed-decode-span", "a resumed decode span longer than its prompt", ("M8", "T6"),
+             (step(row("a", 2, 4, 3, DECODE), row("d", 3, 3, 1, MTP)), step(row("a", 2, 7, 1, MTP))),
+             report="omni#5018"),
+    Scenario("resumed-after-preemption", "a resumed span of three rows is one scalar call", ("R9", "T6"),
+             (step(row("a", 5, 7, 3, DECODE), row("d", 3, 3, 1, MTP)),), report="omni#4471, omni#4559"),
+    Scenario("replay", "preemption: a prompt read again, past outputs recomputed", ("M8", "E3"),
+             (step(row("a", 5, 5, 1, MTP), row("d", 3, 3, 1, MTP)), step(row("a", 5, 6, 1, MTP)),
+              step(row("a", 5, 0, 4, PREFILL), row("d", 3, 4, 1, MTP)), step(row("a", 5, 4, 1, TAIL)),
+              step(row("a", 5, 5, 1, MTP), row("d", 3, 5, 1, MTP)), step(row("a", 5, 6, 1, MTP)))),
+    Scenario("replay-stale-offset", "a replay that begins again behind the request's old progress", ("M8",),
+             (step(row("a", 27, 34, 1, MTP), row("d", 3, 3, 1, MTP)),
+              step(row("a", 27, 0, 7, PREFILL), row("d", 3, 4, 1, MTP)))),
+    Scenario("streaming-growth", "a streaming prompt grows: decode, prefill again, decode", ("M3", "M8"),
+             (step(row("a", 4, 0, 4, PREFILL)), step(row("a", 4, 4, 1, MTP)), step(row("a", 9, 5, 3, PREFILL)),
+              step(row("a", 9, 8, 1, TAIL), row("d", 3, 3, 1, MTP)), step(row("a", 9, 9, 1, MTP)))),
+    # The state: stale, hostile, nested, replaced, absent.
+    Scenario("stale-state", "wrong fields in the live buffers before every step", ("M6",), (*_CHUNKED, _MIXED),
+             setting=Setting(stale=True)),
+    Scenario("returned-fields", "a hook that returns the runner's fields as updates", ("M9",), _CHUNKED + (_MIXED,),
+             behaviour=Behaviour(updates="fields")),
+    Scenario("mutated-fields", "a hook that changes the fields in what it is handed", ("M9",), (_MIXED, _MIXED),
+             behaviour=Behaviour(mutates="fields")),
+    Scenario("nested-pop", "a hook that pops from a nested value", ("M9",), (_MIXED, _MIXED),
+             behaviour=Behaviour(mutates="nested"), setting=Setting(nested=True)),
+    Scenario("whole-dictionary", "a hook that returns its whole keyword dictionary", ("M9", "R8", "T5"),
+             (*_CHUNKED, _DECODES, _DECODES), behaviour=Behaviour(updates="whole")),
+    Scenario("no-updates", "hooks that return no updates", ("M9",), (*_CHUNKED, _MIXED),
+             behaviour=Behaviour(updates="nothing")),
+    Scenario("no-buffer", "requests without a live buffer", ("M9",), (_MIXED,),
+             behaviour=Behaviour(updates="nothing"),
+             setting=Setting(no_buffer=frozenset({"pre", "dec", "tail", "dec2", "dec3", "one"}))),
+    Scenario("batch-hook", "preprocess_batch before all hooks", ("M10",), (*_CHUNKED, _MIXED),
+             behaviour=Behaviour(preprocess_batch="records")),
+    Scenario("batch-hook-replaces", "preprocess_batch replaces buffers", ("M10", "M6"), (*_CHUNKED, _MIXED),
+             behaviour=Behaviour(preprocess_batch="replaces")),
+    Scenario("batch-hook-claims", "preprocess_batch writes wrong fields", ("M6", "M10"), (*_CHUNKED, _MIXED),
+             behaviour=Behaviour(preprocess_batch="claims")),
+    # What hooks return.
+    Scenario("new-ids", "hooks that return other token ids", ("R7",), (*_CHUNKED, _MIXED),
+             behaviour=Behaviour(ids="new")),
+    Scenario("in-place", "hooks that fill and return the slice they were given", ("E8",), (*_CHUNKED, _MIXED),
+             behaviour=Behaviour(embeds="in_place")),
+    Scenario("shifted-alias", "a hook result that overlaps the runner's buffer", ("E8",),
+             (step(row("a", 8, 0, 6, PREFILL), row("d", 2, 2, 1, MTP)),), hooks=("scalar",),
+             behaviour=Behaviour(embeds="shifted")),
+    Scenario("no-hooks", "a model without has_preprocess", ("R1",), (_MIXED,), mtp=(False,), hooks=("scalar",),
+             behaviour=Behaviour(has_preprocess=False)),
+    Scenario("ids-absent", "input selection that gives no token ids", ("R10",), (*_CHUNKED, _MIXED),
+             setting=Setting(ids_absent=True)),
+    Scenario("multimodal", "the multimodal input path", ("R10",), (*_CHUNKED, _MIXED),
+             setting=Setting(multimodal=True)),
+    Scenario("generation-runner", "the generation runner", ("M5", "R2", "T2"), (*_CHUNKED, _MIXED),
+             setting=Setting(generation=True)),
+    Scenario("request-ids", "every row carries its request id and the release's keywords", ("M1",), (_MIXED,),
+             behaviour=Behaviour(takes_infos=True), report="omni#5846, omni#5290"),
+    Scenario("named-model", "the model released code knows by its class name", ("M1", "M9"), (*_CHUNKED, _MIXED),
+             behaviour=Behaviour(class_name="MiMoAudioForConditionalGeneration", updates="whole")),
+    # MTP: seeds, ownership, padding, no codes.
+    Scenario("seeded-rows", "seeded and unseeded rows share MTP calls", ("T8",),
+             (_DECODES, step(_DECODES[1]), _DECODES[::-1]), mtp=(True,),
+             behaviour=Behaviour(seeds="per_row"), setting=Setting(seeds={"a": 11, "c": 5}), report="omni#4889"),
+    Scenario("seeded-one-stream", "seeded rows of a model that takes one generator", ("T8", "T9"),
+             (_DECODES, step(_DECODES[1]), _DECODES[::-1]), mtp=(True,),
+             behaviour=Behaviour(seeds="one_stream"), setting=Setting(seeds={"a": 11, "c": 5}), report="omni#3476"),
+    Scenario("seeded-graph", "seeded rows of a captured MTP", ("T8", "T10"),
+             (_DECODES, step(_DECODES[1]), _DECODES[::-1]), mtp=(True,),
+             behaviour=Behaviour(seeds="per_row"), setting=Setting(seeds={"a": 11, "c": 5}, padded=8)),
+    Scenario("owned-results", "MTP and hidden states in reused device buffers", ("T9",),
+             (*_CHUNKED, _DECODES, _DECODES[::-1]), mtp=(True,)),
+    Scenario("resident-codes", "codes kept on the device, with a validity mark", ("T5", "T9"),
+             (*_CHUNKED, _DECODES, _DECODES[::-1]), mtp=(True,),
+             behaviour=Behaviour(codes="resident", validity=True)),
+    Scenario("padded-graph", "a captured MTP padded to eight rows", ("T10",), (*_CHUNKED, _MIXED, _DECODES),
+             mtp=(True,), setting=Setting(padded=8)),
+    Scenario("no-codes", "an MTP that returns no codes from its second call on", ("T11",),
+             (_DECODES, step(*(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _DECODES))), mtp=(True,),
+             behaviour=Behaviour(codes="none_later", validity=True)),
+    Scenario("offered-inputs", "mtp_inputs from every row", ("E6", "T2"), (*_CHUNKED, _MIXED), hooks=("scalar",),
+             behaviour=Behaviour(mtp_inputs="every_row")),
+    # Edges.
+    Scenario("prompt-embeds", "a request sent as prompt embeddings", ("E1",),
+             (step(row("a", 6, 0, 5, PREFILL), row("d", 2, 2, 1, MTP)), step(row("a", 6, 5, 1, TAIL)),
+              step(row("a", 6, 6, 1, MTP), row("d", 2, 3, 1, MTP))),
+             setting=Setting(prompt_embeds=frozenset({"a"})), report="vllm#42302"),
+    Scenario("negative-progress", "a row with negative progress", ("E4",),
+             (step(row("d", 2, 2, 1, MTP), row("a", 6, -1, 1, PREFILL)),), error="E4"),
+    Scenario("outside-buffer", "a span that leaves the step's buffer", ("E4",),
+             (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),), setting=Setting(buffer_short=1),
+             error="E4"),
+    Scenario("missing-state", "a row without request state", ("E4",),
+             (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),), setting=Setting(missing=frozenset({"a"})),
+             error="E4"),
+    # E5: the scalar hook's odd results.
+    _scalar_fault("short", "fewer rows than the span", error=False),
+    Scenario("e5-long", "more rows than the span", ("E5",), _SCALAR_FAULT, hooks=("scalar",),
+             behaviour=Behaviour(fault="long"), strict_error="E5", report="omni#2894"),
+    _scalar_fault("other_ids", "another number of ids", error=False),
+    _scalar_fault("no_dictionary", "updates that are no dictionary", error=False),
+    _scalar_fault("no_mtp_inputs", "an eligible row without mtp_inputs", error=False, mtp=(True,)),
+    _scalar_fault("wrong_rank", "embeddings of rank 3", error=True),
+    _scalar_fault("wrong_width", "embeddings of another width", error=True),
+    _scalar_fault("integer_embeds", "integer embeddings", error=True),
+    _scalar_fault("float_ids", "floating token ids", error=True),
+    _scalar_fault("elsewhere", "embeddings on another device", error=True),
+    _scalar_fault("two_values", "two values", error=True),
+    # E5b: the batched hook's.
+    _batch_fault("two_values", "a value missing"),
+    _batch_fault("six_values", "a value too many"),
+    _batch_fault("short", "a row missing"),
+    _batch_fault("long", "a row too many"),
+    _batch_fault("other_ids", "another number of ids"),
+    _batch_fault("few_updates", "an update missing"),
+    _batch_fault("wrong_rank", "embeddings of rank 3"),
+    _batch_fault("wrong_width", "embeddings of another width"),
+    _batch_fault("integer_embeds", "integer embeddings"),
+    _batch_fault("float_ids", "floating token ids"),
+    _batch_fault("elsewhere", "embeddings on another device"),
+    _batch_fault("short_hidden", "hidden states of fewer rows", mtp=(True,)),
+    _batch_fault("wide_text_step", "a text step of another width", mtp=(True,)),
+    _batch_fault("no_dictionary", "an update that is no dictionary", strict=True),
+)  # fmt: skip
+"""Every scenario, in the order reports show them."""
+
+BY_ID: Mapping[str, Scenario] = {scenario.id: scenario for scenario in SCENARIOS}

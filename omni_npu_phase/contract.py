@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The phase contract as code: the three fields, the phase of a row, and every clause by its id.
+
+``P`` is the prompt length of a row, ``C`` its progress before the step, ``S`` its scheduled span. All three count
+tokens. Needs the standard library and NumPy only, so that a model, a test or a log reader can import it anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+PROMPT_LEN = "_omni_prompt_len"
+NUM_COMPUTED = "_omni_num_computed_tokens"
+IS_PREFILL = "_omni_is_prefill"
+FIELDS = (PROMPT_LEN, NUM_COMPUTED, IS_PREFILL)
+"""Names of the runner-owned fields, each with its exact type in :data:`FIELD_TYPES` (M1, M2)."""
+
+FIELD_TYPES: Mapping[str, type] = {PROMPT_LEN: int, NUM_COMPUTED: int, IS_PREFILL: bool}
+
+MTP_INPUTS = "mtp_inputs"
+"""Key under which a scalar hook hands an eligible row's (hidden states, text step) to the runner (T1, E6, E7)."""
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+Tier = Literal["required", "extended"]
+
+
+@overload
+def is_prefill(prompt_len: int, num_computed: int) -> bool: ...
+@overload
+def is_prefill(prompt_len: IntArray, num_computed: IntArray) -> BoolArray: ...
+def is_prefill(prompt_len: Any, num_computed: Any) -> Any:
+    """Phase of one row, or of every row of a step: prefill exactly while ``C < P`` (M5).
+
+    Takes two ints, or two int64 arrays of shape (rows,); gives a bool, or a bool array of shape (rows,).
+    """
+    return num_computed < prompt_len
+
+
+@overload
+def is_mtp_eligible(prompt_len: int, num_computed: int, span: int) -> bool: ...
+@overload
+def is_mtp_eligible(prompt_len: IntArray, num_computed: IntArray, span: IntArray) -> BoolArray: ...
+def is_mtp_eligible(prompt_len: Any, num_computed: Any, span: Any) -> Any:
+    """Whether a row may enter the MTP batch and the batched decode hook: one token, and decode (R2, T1, T6).
+
+    Takes three ints, or three int64 arrays of shape (rows,); gives a bool, or a bool array of shape (rows,).
+    """
+    return (span == 1) & (num_computed >= prompt_len)
+
+
+def is_tail(prompt_len: int, num_computed: int, span: int) -> bool:
+    """Whether a row is a prefill tail: the last token of a prompt that was begun in an earlier step (T2)."""
+    return span == 1 and num_computed > 0 and num_computed + 1 == prompt_len
+
+
+def crosses(prompt_len: int, num_computed: int, span: int) -> bool:
+    """Whether a span begins inside the prompt and ends behind it (E2)."""
+    return num_computed < prompt_len < num_computed + span
+
+
+def is_replay(prompt_len: int, num_computed: int, span: int, known: int) -> bool:
+    """Whether a decode row recomputes tokens the request already has, ``known`` being how many it has (E3)."""
+    return num_computed >= prompt_len and num_computed + span < known
+
+
+def phase_name(prompt_len: int, num_computed: int, span: int) -> str:
+    """The phase as the contract's table words it: ``prefill``, ``prefill tail`` or ``decode``."""
+    if not is_prefill(prompt_len, num_computed):
+        return "decode"
+    return "prefill tail" if is_tail(prompt_len, num_computed, span) else "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """One clause: its stable id, its sentence, and the tier by which a runner is judged."""
+
+    id: str
+    sentence: str
+    tier: Tier
+
+
+_GROUPS: tuple[tuple[Tier, str], ...] = (
+    (
+        "required",
+        """
+M1  Every per-row hook call, and every entry of a batched hook's req_infos, carries the three fields.
+M2  The fields are exactly a Python int, a Python int and a Python bool.
+M3  The prompt length is that of the current request state's prompt_token_ids.
+M4  The progress is the row's entry of input_batch.num_computed_tokens_cpu before the span.
+M5  A row is prefill exactly while its progress is below its prompt length.
+M6  The fields are written every step, right before the row's hook is chosen, over whatever the state holds.
+M7  Rows follow the current input batch, not arrival and not the scheduler's dictionary.
+M8  The phase is not latched: a row is classified from its current lengths, in both directions.
+M9  The fields are runner-owned: live in the request's buffer through forward and postprocess, copies dropped.
+M10 preprocess_batch runs once per step, before the fields are written and before any per-row hook.
+R1  Without has_preprocess no hook is called and the runner's own path is untouched.
+R2  The batched decode hook takes callable, one-token decode rows only; every other row goes to preprocess.
+R3  Entry i of a batched call, and of everything it returns, is one and the same physical row.
+R4  Without talker_mtp the batched hook returns three values, for contiguous runs flushed before other spans.
+R5  With talker_mtp the batched hook returns five values.
+R6  Embeddings land in the runner's existing input buffer at each row's offset; its address stays.
+R7  Token ids are copied back unless the hook returned the very object it was given.
+R8  Each update dictionary is applied to its own request, once.
+R9  preprocess gets exactly its own slices, and its result lands there and nowhere else.
+T1  Only one-token decode rows enter the MTP batch, in row order.
+T2  A prefill row never enters MTP: no codes, no consumed mtp_inputs, its embedding stays.
+T3  A one-token prompt is a prefill row.
+T4  Decode rows beside a prefill row still get their MTP embedding, each at its own offset.
+T5  Codes are stored with exactly the request that produced them.
+T6  A decode span longer than one token is not eligible for MTP.
+T7  A step without eligible rows does not call MTP.
+""",
+    ),
+    (
+        "extended",
+        """
+R10 With input_ids None the hooks still get the scheduled token ids.
+T8  A request with its own seed gets the same codes whoever shares its batch.
+T9  Stored codes and embeddings are owned: later MTP output cannot change them, on any device.
+T10 Padding rows of a captured graph never reach a request.
+T11 An MTP that returns no codes leaves the stored codes alone.
+E1  Without prompt_token_ids the prompt length is the number of prompt embedding rows.
+E2  A span that crosses the prompt boundary is one prefill row and never enters MTP.
+E3  A one-token replay chunk past the prompt is decode.
+E4  Negative lengths, a span outside the buffer or a missing request state fail before any hook of the step.
+E5  A scalar hook's odd result is handled as released and warned once; a wrong shape or type is an error.
+E5b A batched hook's odd result is an error, and nothing of that batch is written.
+E6  mtp_inputs of a row that is not eligible are dropped.
+E7  An eligible row without mtp_inputs keeps its embedding and gets no codes; warned once.
+E8  A hook result that aliases the runner's own buffer is copied correctly.
+""",
+    ),
+)
+
+
+def _in_contract_order(clause: Clause) -> tuple[int, int, str]:
+    return "MRTE".index(clause.id[0]), int(clause.id[1:].rstrip("b")), clause.id
+
+
+CLAUSES: Mapping[str, Clause] = {
+    clause.id: clause
+    for clause in sorted(
+        (
+            Clause(clause_id, sentence, tier)
+            for tier, text in _GROUPS
+            for clause_id, sentence in (line.split(maxsplit=1) for line in text.strip().splitlines())
+        ),
+        key=_in_contract_order,
+    )
+}
+"""Every clause by id, in the contract's order: the one source of reports, docs checks and error messages."""
+
+
+class ContractError(RuntimeError):
+    """A step that breaks the contract, or would: what was expected of whom, and what was there instead.
+
+    Attributes: ``clause`` (id), ``hook`` (its name, or None), ``requests`` (ids), ``rows`` (row numbers in the input
+    batch), ``expected`` and ``actual`` (text). Raised for E4 and E5b always, for E5 and E7 as those clauses say.
+    """
+
+    def __init__(
+        self,
+        clause: str,
+        *,
+        requests: Sequence[str],
+        rows: Sequence[int],
+        expected: str,
+        actual: str,
+        hook: str | None = None,
+    ) -> None:
+        self.clause = CLAUSES[clause].id
+        self.hook = hook
+        self.requests = tuple(requests)
+        self.rows = tuple(rows)
+        self.expected = expected
+        self.actual = actual
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        who = f"hook {self.hook}, " if self.hook else ""
+        many = "s" if len(self.requests) != 1 else ""
+        requests = ", ".join(repr(request) for request in self.requests)
+        rows = ", ".join(str(row) for row in self.rows)
+        return (
+            f"[{self.clause}] {who}request{many} {requests}, row{many} {rows}: "
+            f"expected {self.expected}, got {self.actual}. ({CLAUSES[self.clause].sentence})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Engine cores send exceptions between processes; the default would lose the keyword arguments.
+        return (
+            _rebuild_error,
+            (self.clause, self.hook, self.requests, self.rows, self.expected, self.actual),
+        )
+
+
+def _rebuild_error(
+    clause: str, hook: str | None, requests: Sequence[str], rows: Sequence[int], expected: str, actual: str
+) -> ContractError:
+    return ContractError(clause, hook=hook, requests=requests, rows=rows, expected=expected, actual=actual)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``PhaseRoutingMixin``: the contract on a V1 runner of vLLM-Omni, whichever device it runs on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
+
+import torch
+
+from omni_npu_phase import buffers, routing
+from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.contract import ContractError
+from omni_npu_phase.mtp import TalkerMtp, device_side
+from omni_npu_phase.plan import Run, StepPlan, plan_step
+from omni_npu_phase.results import Call, Deviations, Mode
+from omni_npu_phase.runtimes import Runtime, UnsupportedRuntimeError, runtime_of
+from omni_npu_phase.state import live_info, store_updates
+
+MODE_VARIABLE = "OMNI_NPU_PHASE"
+
+
+class PhaseRoutingMixin:
+    """Gives a released V1 runner the phase contract; list it before the runner class.
+
+    ``class Runner(PhaseRoutingMixin, GPUARModelRunner)`` is the whole use, and the same for the generation runner and
+    for the NPU runners. Input selection, payloads, positions, encoders and pipeline parallelism stay with the released
+    ``_preprocess``; hooks, embeddings, MTP and what hooks store are ours. State is made on first use, so runners built
+    without ``__init__`` work too.
+
+    ``phase_mode`` is ``"on"``, ``"strict"`` or ``"off"``; None takes it from the environment variable OMNI_NPU_PHASE,
+    and ``on`` where that is unset. Raises :class:`~omni_npu_phase.contract.ContractError` as the clauses say, and
+    :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError` on first use with a runner it does not know.
+    """
+
+    phase_mode: Mode | None = None
+
+    # What is taken from the released runner.
+    model: Any
+    requests: Mapping[str, Any]
+    model_intermediate_buffer: dict[str, dict[str, Any]]
+    input_batch: Any
+    input_ids: Any
+    inputs_embeds: Any
+    query_start_loc: Any
+
+    def _preprocess(self, scheduler_output: Any, num_input_tokens: int, intermediate_tensors: Any = None) -> Any:
+        """One step up to the model forward; arguments and return values are the released runner's."""
+        phase = _phase_of(self)
+        released = super()._preprocess  # type: ignore[misc]
+        if not phase.active:
+            return released(scheduler_output, num_input_tokens, intermediate_tensors)
+
+        plan = _plan(self, scheduler_output, num_input_tokens)
+        with _hooks_masked(self, phase, plan):
+            outputs = released(scheduler_output, num_input_tokens, intermediate_tensors)
+            ids, embeds, *passed_through = _expect(outputs, phase.runtime)
+            if embeds is None:
+                embeds = device_side(self.inputs_embeds)[:num_input_tokens]
+                self._collect_additional_information_for_prefill(plan.spans)
+        if ids is None:
+            ids = device_side(self.input_ids)[:num_input_tokens]
+
+        preprocess_batch = getattr(self.model, "preprocess_batch", None)
+        if callable(preprocess_batch):
+            preprocess_batch(
+                req_ids=plan.request_ids, model_intermediate_buffer=self.model_intermediate_buffer, device=ids.device
+            )
+        routing.route(plan, _RunnerPort(self, phase, plan, ids, embeds))
+        return (ids, embeds, *passed_through)
+
+    def _collect_additional_information_for_prefill(self, num_scheduled_tokens_np: Any) -> None:
+        """Overlay prompt embeddings on the prompt rows of the step; requests may lack prompt_token_ids (E1)."""
+        plan = _phase_of(self).plan
+        if plan is None:
+            super()._collect_additional_information_for_prefill(num_scheduled_tokens_np)  # type: ignore[misc]
+        else:
+            _overlay_prompt_embeds(plan, self.requests, device_side(self.inputs_embeds))
+
+    def _talker_mtp_forward(
+        self, decode_req_ids: list[str], inputs_embeds: torch.Tensor, start_offsets: list[int] | None = None
+    ) -> None:
+        """Run MTP for decode requests whose inputs are in the MTP buffers, in this order (T1, T4 to T11).
+
+        ``inputs_embeds``: floating, shape (buffer rows, hidden). ``start_offsets``: each request's row in it, looked up
+        in the input batch when None.
+        """
+        phase = _phase_of(self)
+        if phase.mode == "off":
+            super()._talker_mtp_forward(decode_req_ids, inputs_embeds, start_offsets)  # type: ignore[misc]
+        elif decode_req_ids:
+            rows = [self.input_batch.req_id_to_index[request_id] for request_id in decode_req_ids]
+            if start_offsets is None:
+                start_offsets = [int(self.query_start_loc.cpu[row]) for row in rows]
+            call = Call(routing.MTP_HOOK, decode_req_ids, rows, inputs_embeds, self.model, phase.deviations)
+            mtp = TalkerMtp(self, phase.runtime, phase.helper(inputs_embeds.device))
+            mtp.run(call, start_offsets)
+
+    def _update_intermediate_buffer(self, req_id: str, upd: Any) -> None:
+        """Merge one request's updates, from hooks, ``postprocess`` or payloads, into its live buffer (R8, T9)."""
+        phase = _phase_of(self)
+        if phase.active:
+            _store(self, phase, [req_id], [upd])
+        else:
+            super()._update_intermediate_buffer(req_id, upd)  # type: ignore[misc]
+
+
+@dataclass(slots=True)
+class _Phase:
+    """What the mixin keeps on its runner between steps."""
+
+    runner: Any
+    mode: Mode
+    deviations: Deviations
+    plan: StepPlan | None = None
+    """The step's plan while the released code runs, which then sees a model without hooks."""
+    helpers: dict[torch.device, BufferHelper] = field(default_factory=dict)
+
+    @property
+    def active(self) -> bool:
+        """Whether routing is ours: without per-row hooks the runner's own path is untouched (R1)."""
+        if self.mode == "off":
+            return False
+        return self.plan is not None or bool(getattr(self.runner.model, "has_preprocess", False))
+
+    @property
+    def runtime(self) -> Runtime:
+        mro = type(self.runner).__mro__
+        return runtime_of(mro[mro.index(PhaseRoutingMixin) + 1 :])
+
+    def helper(self, device: torch.device) -> BufferHelper:
+        if device not in self.helpers:
+            self.helpers[device] = buffers.for_device(device)
+        return self.helpers[device]
+
+
+def _phase_of(runner: Any) -> _Phase:
+    phase: _Phase | None = runner.__dict__.get("_omni_npu_phase")
+    if phase is None:
+        mode = runner.phase_mode or os.environ.get(MODE_VARIABLE) or "on"
+        if mode not in get_args(Mode):
+            raise ValueError(f"phase_mode and {MODE_VARIABLE} take off, on or strict, not {mode!r}")
+        phase = runner.__dict__["_omni_npu_phase"] = _Phase(runner, cast(Mode, mode), Deviations(cast(Mode, mode)))
+    return phase
+
+
+def _plan(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
+    """The step's plan from the current input batch and request states (M3, M4, M7, E1, E4)."""
+    request_ids = list(runner.input_batch.req_ids)
+    scheduled = scheduler_output.num_scheduled_tokens
+    prompt_lens, spans = [], []
+    for row, request_id in enumerate(request_ids):
+        state = runner.requests.get(request_id)
+        for missing, what in ((state is None, "a request state"), (request_id not in scheduled, "a scheduled span")):
+            if missing:
+                raise ContractError("E4", requests=[request_id], rows=[row], expected=what, actual="none")
+        prompt_lens.append(_prompt_len(state, request_id, row))
+        spans.append(scheduled[request_id])
+    count = len(request_ids)
+    return plan_step(
+        request_ids,
+        prompt_lens,
+        runner.input_batch.num_computed_tokens_cpu[:count],
+        spans,
+        runner.query_start_loc.cpu[:count],
+        buffer_rows=buffer_rows,
+    )
+
+
+def _prompt_len(state: Any, request_id: str, row: int) -> int:
+    token_ids = getattr(state, "prompt_token_ids", None)
+    if token_ids is not None:
+        return len(token_ids)
+    rows = getattr(state, "num_prompt_tokens", None)
+    if rows is None:
+        expected = "prompt_token_ids, or a number of prompt embedding rows"
+        raise ContractError("E4", requests=[request_id], rows=[row], expected=expected, actual="neither")
+    return int(rows)
+
+
+def _expect(outputs: Any, runtime: Runtime) -> Any:
+    if not isinstance(outputs, tuple) or len(outputs) != runtime.preprocess_values:
+        raise UnsupportedRuntimeError(
+            f"{runtime.name}: _preprocess returns {runtime.preprocess_values} values there, "
+            f"here it returned {len(outputs) if isinstance(outputs, tuple) else type(outputs).__name__}"
+        )
+    return outputs
+
+
+def _overlay_prompt_embeds(plan: StepPlan, requests: Mapping[str, Any], embeds: torch.Tensor) -> None:
+    for row, request_id in enumerate(plan.request_ids):
+        prompt_embeds = getattr(requests[request_id], "prompt_embeds_cpu", None)
+        if prompt_embeds is None or not plan.prefill[row]:
+            continue
+        start, computed = plan.offsets[row], plan.num_computed[row]
+        count = min(plan.spans[row], plan.prompt_lens[row] - computed)
+        own = prompt_embeds[computed : computed + count]
+        if tuple(own.shape) != (count, embeds.shape[-1]):
+            expected = f"prompt embeddings of shape {(count, embeds.shape[-1])} from position {computed}"
+            raise ContractError(
+                "E1", requests=[request_id], rows=[row], expected=expected, actual=str(tuple(own.shape))
+            )
+        embeds[start : start + count].copy_(own, non_blocking=True)
+
+
+def _store(runner: Any, phase: _Phase, request_ids: Sequence[str], updates: Sequence[Any]) -> None:
+    helper = phase.helper(device_side(runner.inputs_embeds).device)
+    store_updates(runner, request_ids, updates, helper)
+
+
+class _HooksMasked:
+    """A model as it is, but without per-row hooks: what the released code sees while it selects the step's inputs."""
+
+    has_preprocess = False
+
+    def __init__(self, model: Any) -> None:
+        object.__setattr__(self, "_model", model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_model"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_model"), name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return object.__getattribute__(self, "_model")(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # isinstance checks of the released code ask what the model is, not what stands before it.
+        return type(object.__getattribute__(self, "_model"))
+
+
+@contextmanager
+def _hooks_masked(runner: Any, phase: _Phase, plan: StepPlan) -> Iterator[None]:
+    model = runner.model
+    runner.model, phase.plan = _HooksMasked(model), plan
+    try:
+        yield
+    finally:
+        runner.model, phase.plan = model, None
+
+
+class _RunnerPort:
+    """The V1 runner as the route sees it, for one step."""
+
+    def __init__(self, runner: Any, phase: _Phase, plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> None:
+        self._runner = runner
+        self._phase = phase
+        self._plan = plan
+        self._helper = phase.helper(embeds.device)
+        self.ids = ids
+        self.embeds = embeds
+        self.model = runner.model
+        self.deviations = phase.deviations
+        self.has_batched_hook = callable(getattr(self.model, routing.BATCHED_HOOK, None))
+        self.mtp_width: int | None = None
+        if getattr(runner, "has_talker_mtp", False):
+            self._mtp_inputs = TalkerMtp(runner, phase.runtime, self._helper).inputs()
+            self.mtp_width = self._mtp_inputs[1].shape[-1]
+
+    def infos(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return [live_info(self._runner, self._plan.request_ids[row]) for row in rows]
+
+    def _keywords(self, row: int, info: dict[str, Any]) -> dict[str, Any]:
+        plan, runtime, request_id = self._plan, self._phase.runtime, self._plan.request_ids[row]
+        state = self._runner.requests[request_id]
+        runtime.write_keywords(info, request_id, plan.prompt_lens[row], plan.num_computed[row], state)
+        return runtime.attach_infos(self._runner, request_id, info)
+
+    def call_scalar(self, row: int, info: dict[str, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
+        return self.model.preprocess(input_ids=ids, input_embeds=embeds, **self._keywords(row, info))
+
+    def call_batch(self, run: Run, infos: list[dict[str, Any]], ids: torch.Tensor) -> Any:
+        req_infos = [self._keywords(row, info) for row, info in zip(run.rows, infos, strict=True)]
+        return self.model.preprocess_decode_batch(input_ids=ids, req_infos=req_infos)
+
+    def write_rows(self, start: int, ids: torch.Tensor | None, embeds: torch.Tensor) -> None:
+        rows = slice(start, start + embeds.shape[0])
+        self._helper.put(self.embeds, rows, embeds)
+        if ids is not None:
+            self._helper.put(self.ids, rows, ids)
+
+    def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
+        _store(self._runner, self._phase, [self._plan.request_ids[row] for row in rows], updates)
+
+    def fill_mtp(self, position: int, hidden: torch.Tensor, text_step: torch.Tensor) -> None:
+        stop = position + hidden.shape[0]
+        self._mtp_inputs[2][position:stop].copy_(hidden)
+        self._mtp_inputs[3][position:stop].copy_(text_step)
+
+    def run_mtp(self, rows: Sequence[int]) -> None:
+        offsets = [self._plan.offsets[row] for row in rows]
+        located, count = self._helper.rows(offsets), len(offsets)
+        # Ids and embeddings are at their own offsets by now: two gathers serve all rows.
+        self._helper.take(self.ids, located, out=self._mtp_inputs[0][:count])
+        self._helper.take(self.embeds, located, out=self._mtp_inputs[1][:count])
+        request_ids = [self._plan.request_ids[row] for row in rows]
+        self._runner._talker_mtp_forward(request_ids, self.embeds, offsets)

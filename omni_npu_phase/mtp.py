@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The talker MTP step of a V1 runner: which calls are made, with which generators, and who gets what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from omni_npu_phase import results
+from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.results import Call
+from omni_npu_phase.runtimes import Runtime
+from omni_npu_phase.state import live_info
+
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+_DEFAULT_OUTPUT_KEY = ("codes", "audio")
+
+
+def device_side(buffer: Any) -> torch.Tensor:
+    """The device tensor of a buffer: of vLLM's host/device pair, or the tensor itself."""
+    tensor: torch.Tensor = getattr(buffer, "gpu", buffer)
+    return tensor
+
+
+class TalkerMtp:
+    """The MTP batch of one runner: its input buffers by row position, its calls, and its results.
+
+    The buffers are the runner's own, at fixed addresses, so that a captured graph can be replayed on them.
+    """
+
+    def __init__(self, runner: Any, runtime: Runtime, helper: BufferHelper) -> None:
+        self._runner = runner
+        self._runtime = runtime
+        self._helper = helper
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Token ids (rows,), embeddings, hidden states and text step (rows, hidden), at full length."""
+        runner = self._runner
+        names = ("talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step")
+        return [device_side(getattr(runner, name)) for name in names]
+
+    def run(self, call: Call, offsets: Sequence[int]) -> None:
+        """Run MTP for the first ``len(offsets)`` rows of the input buffers, one per request of ``call``.
+
+        The resulting embeddings land in ``call.embeds`` at ``offsets`` (T4), the codes in the live buffers (T5).
+        """
+        generators = self._generators(call.requests)
+        seeded = any(generator is not None for generator in generators)
+        if len(offsets) > 1 and seeded and not getattr(call.model, "talker_mtp_accepts_per_row_generators", False):
+            self._run_row_by_row(call, offsets, generators)
+        else:
+            self._run_once(call, offsets, generators)
+
+    def _run_once(self, call: Call, offsets: Sequence[int], generators: Sequence[torch.Generator | None]) -> None:
+        keywords = self._keywords(call, generators)
+        mode, descriptor, padded = self._runtime.mtp_graph(self._runner, len(offsets))
+        # A replay ignores keywords, and with them the request's own generator (T8).
+        if not self._runtime.is_graph(self._runner) or "generator" in keywords or "generators" in keywords:
+            mode, padded = self._runtime.eager(), len(offsets)
+        with self._runtime.forward_context(self._runner.vllm_config, mode, descriptor):
+            raw = self._runner.talker_mtp(*(buffer[:padded] for buffer in self.inputs()), **keywords)
+        new_embeds, codes = results.mtp_result(call, raw)
+        self._helper.put(call.embeds, self._helper.rows(offsets), new_embeds)
+        if codes is not None:
+            self._store_codes(call, codes)
+
+    def _run_row_by_row(self, call: Call, offsets: Sequence[int], generators: Sequence[torch.Generator | None]) -> None:
+        # A generator is one stream: shared by a batch, it would make a seeded request depend on its neighbours (T8).
+        # Every call uses the first row, where a graph captured for one row finds its inputs.
+        buffers = self.inputs()
+        first_rows = [self._helper.snapshot(buffer[:1]) for buffer in buffers]
+        try:
+            for row, offset in enumerate(offsets):
+                for buffer in buffers if row else ():
+                    buffer[:1].copy_(buffer[row : row + 1])
+                alone = replace(call, requests=call.requests[row : row + 1], rows=call.rows[row : row + 1])
+                self._run_once(alone, [offset], generators[row : row + 1])
+        finally:
+            for buffer, first_row in zip(buffers, first_rows, strict=True):
+                buffer[:1].copy_(first_row)
+
+    def _store_codes(self, call: Call, codes: torch.Tensor) -> None:
+        """Store each request's own row of the codes, and the model's validity mark beside it (T5, T9)."""
+        key = output_key(call.model)
+        columns = {key: codes}
+        validity = getattr(call.model, "talker_mtp_validity_key", None)
+        if validity is not None:
+            columns[validity] = torch.ones(len(call.requests), dtype=torch.bool, device=codes.device)
+        resident = key in getattr(call.model, "gpu_resident_buffer_keys", ())
+        if resident:
+            columns[key] = self._helper.snapshot(codes)
+        else:
+            columns = dict(zip(columns, self._helper.to_host(list(columns.values())), strict=True))
+        for row, request_id in enumerate(call.requests):
+            info = live_info(self._runner, request_id)
+            for (outer, inner), column in columns.items():
+                own = column[row : row + 1] if (outer, inner) == key else column[row]
+                info.setdefault(outer, {})[inner] = own
+            self._runner.requests[request_id].additional_information_cpu = info
+
+    def _keywords(self, call: Call, generators: Sequence[torch.Generator | None]) -> dict[str, Any]:
+        sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)
+        sampling = sampling if isinstance(sampling, dict) else {}
+        keywords: dict[str, Any] = {name: sampling.get(name) for name in _SAMPLING}
+        if any(generator is not None for generator in generators):
+            if len(generators) == 1:
+                keywords["generator"] = generators[0]
+            else:
+                keywords["generators"] = list(generators)
+        if getattr(call.model, "talker_mtp_accepts_req_infos", False):
+            keywords["req_ids"] = list(call.requests)
+            keywords["req_infos"] = [live_info(self._runner, request_id) for request_id in call.requests]
+        return keywords
+
+    def _generators(self, request_ids: Sequence[str]) -> list[torch.Generator | None]:
+        """Each request's own generator, None without a seed. They live as long as their request."""
+        runner = self._runner
+        known: dict[str, torch.Generator] = runner.__dict__.setdefault("_talker_mtp_generators", {})
+        for request_id in [request_id for request_id in known if request_id not in runner.requests]:
+            del known[request_id]
+        device = device_side(runner.talker_mtp_input_ids).device
+        generators: list[torch.Generator | None] = []
+        for request_id in request_ids:
+            seed = self._seed(request_id)
+            generator = None if seed is None else known.get(request_id)
+            if seed is not None and (generator is None or generator.device != device):
+                generator = known[request_id] = torch.Generator(device=device)
+                generator.manual_seed(seed)
+            generators.append(generator)
+        return generators
+
+    def _seed(self, request_id: str) -> int | None:
+        sampling = getattr(self._runner.requests[request_id], "sampling_params", None)
+        extra = getattr(sampling, "extra_args", None)
+        seed = extra.get(self._runtime.seed_key) if isinstance(extra, dict) else None
+        return None if seed is None else int(seed)
+
+
+def output_key(model: object) -> tuple[Any, Any]:
+    """Where a model wants its codes, as (key, qualifier)."""
+    key = getattr(model, "talker_mtp_output_key", _DEFAULT_OUTPUT_KEY)
+    if not isinstance(key, tuple) or len(key) != 2:
+        raise TypeError(f"talker_mtp_output_key must be a pair (key, qualifier), got {key!r}")
+    return key
