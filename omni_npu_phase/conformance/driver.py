@@ -12,14 +12,13 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from omni_npu_phase import contract
 from omni_npu_phase.conformance import model as recording
 from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
 from omni_npu_phase.conformance.scenarios import Hook, Row, Scenario, Step
@@ -88,12 +87,11 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
     record = Recording(scenario, variant, device.type, indices)
     with _warnings_of_package(record.warnings), _single_stage(), torch.inference_mode():
         bench = _Bench(cls, scenario, variant, device, indices)
-        for rows in scenario.steps:
-            try:
+        try:
+            for rows in scenario.steps:
                 bench.take_step(rows, record)
-            except Exception as error:  # noqa: BLE001 - whatever the runner under test raises is its result
-                record.error = error
-                break
+        except Exception as error:  # noqa: BLE001 - whatever the runner under test raises is its result
+            record.error = error
     return record
 
 
@@ -154,9 +152,11 @@ class _Bench:
         hidden_rows = torch.arange(len(rows) + 1, dtype=torch.int32)
         if self.scenario.behaviour.has_preprocess:
             runner._process_additional_information_updates(
-                self.hidden, None, spans, scheduled, **_accepted(
-                    runner._process_additional_information_updates, query_start_loc_cpu=hidden_rows
-                )
+                self.hidden,
+                None,
+                spans,
+                scheduled,
+                **_accepted(runner._process_additional_information_updates, query_start_loc_cpu=hidden_rows),
             )
         self.model.scribble()
         self.hidden.fill_(200)
@@ -203,7 +203,7 @@ class _Bench:
 
         setting = self.scenario.setting
         seed = setting.seeds.get(row.request)
-        extra = None if seed is None else {name: seed for name in ("tts_local_seed", "qwen3_tts_request_seed")}
+        extra = None if seed is None else dict.fromkeys(("tts_local_seed", "qwen3_tts_request_seed"), seed)
         as_embeds = row.request in setting.prompt_embeds
         prompt_embeds = None
         if as_embeds:
@@ -335,7 +335,7 @@ def _make_runner(
     from vllm.config import CUDAGraphMode, VllmConfig
 
     setting = scenario.setting
-    runner = object.__new__(cls)
+    runner: Any = object.__new__(cls)
     runner.device, runner.dtype, runner.pin_memory = device, torch.float32, device.type != "cpu"
     runner.max_num_reqs = _MAX_REQUESTS
     runner.model = model
@@ -421,8 +421,8 @@ def _captured(function: Callable[..., Any]) -> Any:
     In full-graph mode it replays, so the keywords of a call are those of the capture, as on a device; in any other mode
     the function runs directly.
     """
-    from vllm.forward_context import get_forward_context
     from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
     from vllm_omni.platforms import current_omni_platform
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:

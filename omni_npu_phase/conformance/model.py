@@ -183,7 +183,11 @@ class RecordingModel:
         for index, info in enumerate(req_infos):
             self.log.hooks.append(
                 HookCall(
-                    "batched", token_ids[index : index + 1], copy_info(info), info.get("request_id"), call=self.log.calls
+                    "batched",
+                    token_ids[index : index + 1],
+                    copy_info(info),
+                    info.get("request_id"),
+                    call=self.log.calls,
                 )
             )
             updates.append(self._updates(token_ids[index], info))
@@ -229,11 +233,14 @@ class RecordingModel:
             mixed = request if int(own[0]) == request else 250
             codes.append([mixed, position, int(past[0]), int(text[0]), noise[index]])
         self.mtp_embeds[:count].copy_(torch.tensor(out, dtype=torch.float32).to(self.device))
+        if self.behaviour.codes == "none_later" and self._mtp_calls > 1:
+            return self.mtp_embeds[:count], None
         self.mtp_codes[:count].copy_(torch.tensor(codes, dtype=torch.int64).to(self.device))
-        none = self.behaviour.codes == "none_later" and self._mtp_calls > 1
-        return self.mtp_embeds[:count], None if none else self.mtp_codes[:count]
+        return self.mtp_embeds[:count], self.mtp_codes[:count]
 
-    def postprocess(self, hidden_states: torch.Tensor, *, multimodal_outputs: Any = None, **info: Any) -> dict[str, Any]:
+    def postprocess(
+        self, hidden_states: torch.Tensor, *, multimodal_outputs: Any = None, **info: Any
+    ) -> dict[str, Any]:
         self.log.postprocess.append(copy_info(info))
         return {"last": {"hidden": hidden_states[-1:]}}
 
@@ -254,7 +261,8 @@ class RecordingModel:
     def _updates(self, token_id: int, info: dict[str, Any]) -> dict[str, Any]:
         if self.behaviour.updates == "nothing":
             return {}
-        mark: dict[str, Any] = {MARK: {"token": token_id}}
+        # As a talker marks its frames: a device scalar per row, which must reach the host or stay as its own.
+        mark: dict[str, Any] = {MARK: {"token": token_id, "scalar": torch.tensor(token_id).to(self.device)}}
         if self.behaviour.updates == "whole":
             return {**info, **mark}
         return {**mark, **_HOSTILE} if self.behaviour.updates == "fields" else mark

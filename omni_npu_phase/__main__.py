@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``omni-npu-phase`` command, also as ``python -m omni_npu_phase``."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; exit 2 with advice where its own libraries are missing."""
+    try:
+        from omni_npu_phase.cli import app
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("rich", "typer"):
+            raise
+        sys.exit(_advice(error.name))
+    app()
+
+
+def _advice(missing: str | None) -> int:
+    sys.stderr.write(f"error: the command line needs {missing}; pip install 'omni-npu-phase[cli]'\n")
+    return 2
+
+
+if __name__ == "__main__":
+    main()

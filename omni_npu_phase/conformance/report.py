@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts and reports: one entry per mode and clause, as JSON, JUnit XML, markdown, or rows for a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from xml.etree import ElementTree
+
+from omni_npu_phase.contract import CLAUSES, Clause
+
+if TYPE_CHECKING:
+    from omni_npu_phase.conformance.judge import Judgement
+
+SCHEMA = "omni-npu-phase/verify/1"
+Status = Literal["pass", "fail", "xfail", "not_applicable", "error"]
+STATUSES: tuple[Status, ...] = ("pass", "fail", "xfail", "not_applicable", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class ClauseResult:
+    """The verdict on one clause in one mode. ``scenarios`` are the failing ones, or all that show it."""
+
+    mode: str
+    id: str
+    tier: str
+    status: Status
+    scenarios: tuple[str, ...]
+    evidence: int
+    detail: str
+
+    @property
+    def failed(self) -> bool:
+        return self.status in ("fail", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A verification: the runtime it ran on and every verdict."""
+
+    runtime: Mapping[str, Any]
+    clauses: tuple[ClauseResult, ...]
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(result.mode for result in self.clauses))
+
+    def of(self, mode: str) -> tuple[ClauseResult, ...]:
+        return tuple(result for result in self.clauses if result.mode == mode)
+
+    def summary(self) -> dict[str, dict[str, int]]:
+        """Clauses by status, for each mode."""
+        return {
+            mode: {status: sum(result.status == status for result in self.of(mode)) for status in STATUSES}
+            for mode in self.modes
+        }
+
+    def passed(self, mode: str) -> bool:
+        return not any(result.failed for result in self.of(mode))
+
+    def to_json(self) -> str:
+        document = {
+            "schema": SCHEMA,
+            "runtime": dict(self.runtime),
+            "clauses": [asdict(result) for result in self.clauses],
+            "summary": self.summary(),
+        }
+        return json.dumps(document, indent=2) + "\n"
+
+    def to_junit(self) -> str:
+        suites = ElementTree.Element("testsuites", name="omni-npu-phase")
+        for mode in self.modes:
+            own = self.of(mode)
+            suite = ElementTree.SubElement(
+                suites,
+                "testsuite",
+                name=mode,
+                tests=str(len(own)),
+                failures=str(sum(result.status == "fail" for result in own)),
+                errors=str(sum(result.status == "error" for result in own)),
+                skipped=str(sum(result.status in ("xfail", "not_applicable") for result in own)),
+            )
+            properties = ElementTree.SubElement(suite, "properties")
+            for name, value in _flat(self.runtime):
+                ElementTree.SubElement(properties, "property", name=name, value=value)
+            for result in own:
+                case = ElementTree.SubElement(suite, "testcase", classname=f"{mode}.{result.tier}", name=result.id)
+                kind = {"fail": "failure", "error": "error"}.get(result.status, "skipped")
+                if result.status != "pass":
+                    ElementTree.SubElement(case, kind, message=result.detail or result.status)
+        ElementTree.indent(suites)
+        return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+    def to_markdown(self) -> str:
+        lines = ["# Phase contract", "", *(f"- {name}: {value}" for name, value in _flat(self.runtime))]
+        for mode in self.modes:
+            lines += ["", f"## {mode}: {self.counts(mode)}", "", "| clause | tier | status | scenarios | seen |"]
+            lines.append("| --- | --- | --- | --- | --- |")
+            lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in self.rows(mode)]
+        return "\n".join(lines) + "\n"
+
+    def rows(self, mode: str) -> Iterator[tuple[str, str, str, str, str]]:
+        """Clause, tier, status, failing scenarios and what was seen: one row per clause of a mode."""
+        for result in self.of(mode):
+            failing = ", ".join(result.scenarios) if result.status not in ("pass", "not_applicable") else ""
+            yield result.id, result.tier, result.status, failing, result.detail or CLAUSES[result.id].sentence
+
+    def counts(self, mode: str) -> str:
+        counts = self.summary()[mode]
+        return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items() if count)
+
+
+def verdict(
+    mode: str, clause: Clause, judgements: Sequence[Judgement], xfail: str | None = None, note: str = ""
+) -> ClauseResult:
+    """The verdict on a clause from all evidence for and against it; ``xfail`` is the reason of an expected failure."""
+    against = [judgement for judgement in judgements if not judgement.holds]
+    shown = tuple(dict.fromkeys(judgement.scenario for judgement in against or judgements))
+    status: Status
+    if against:
+        status = "fail" if xfail is None else "xfail"
+        first = against[0]
+        detail = f"{first.scenario} ({first.variant}): {first.seen}"
+        detail = " ".join(part for part in (detail, note, f"Expected: {xfail}" if xfail else "") if part)
+    elif judgements:
+        status = "pass"
+        detail = "" if xfail is None else f"passes, though an expected failure is listed: {xfail}"
+    else:
+        status, detail = "not_applicable", "no scenario that was run shows it"
+    return ClauseResult(mode, clause.id, clause.tier, status, shown, len(judgements), detail)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def parse_xfails(text: str) -> dict[str, str]:
+    """Read an expected-failures file: one ``CLAUSE: reason`` a line, ``#`` begins a comment. Raises ValueError."""
+    reasons: dict[str, str] = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        clause, _, reason = (part.strip() for part in line.partition(":"))
+        if clause not in CLAUSES:
+            raise ValueError(f"line {number}: {clause!r} is no clause")
+        if not reason:
+            raise ValueError(f"line {number}: {clause} has no reason; write '{clause}: why it fails'")
+        if clause in reasons:
+            raise ValueError(f"line {number}: {clause} is listed twice")
+        reasons[clause] = reason
+    return reasons

