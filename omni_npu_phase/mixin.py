@@ -251,6 +251,7 @@ class _RunnerPort:
         self._runner = runner
         self._phase = phase
         self._plan = plan
+        self._runtime = phase.runtime
         self._helper = phase.helper(embeds.device)
         self.ids = ids
         self.embeds = embeds
@@ -259,17 +260,17 @@ class _RunnerPort:
         self.has_batched_hook = callable(getattr(self.model, routing.BATCHED_HOOK, None))
         self.mtp_width: int | None = None
         if getattr(runner, "has_talker_mtp", False):
-            self._mtp_inputs = TalkerMtp(runner, phase.runtime, self._helper).inputs()
+            self._mtp_inputs = TalkerMtp(runner, self._runtime, self._helper).inputs()
             self.mtp_width = self._mtp_inputs[1].shape[-1]
 
     def infos(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         return [live_info(self._runner, self._plan.request_ids[row]) for row in rows]
 
     def _keywords(self, row: int, info: dict[str, Any]) -> dict[str, Any]:
-        plan, runtime, request_id = self._plan, self._phase.runtime, self._plan.request_ids[row]
+        plan, request_id = self._plan, self._plan.request_ids[row]
         state = self._runner.requests[request_id]
-        runtime.write_keywords(info, request_id, plan.prompt_lens[row], plan.num_computed[row], state)
-        return runtime.attach_infos(self._runner, request_id, info)
+        self._runtime.write_keywords(info, request_id, plan.prompt_lens[row], plan.num_computed[row], state)
+        return self._runtime.attach_infos(self._runner, request_id, info)
 
     def call_scalar(self, row: int, info: dict[str, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
         return self.model.preprocess(input_ids=ids, input_embeds=embeds, **self._keywords(row, info))

