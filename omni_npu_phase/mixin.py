@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
@@ -14,11 +14,11 @@ import torch
 from omni_npu_phase import buffers, routing
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.contract import ContractError
-from omni_npu_phase.mtp import TalkerMtp, device_side
+from omni_npu_phase.mtp import TalkerMtp, device_side, mtp_inputs
 from omni_npu_phase.plan import Run, StepPlan, plan_step
 from omni_npu_phase.results import Call, Deviations, Mode
 from omni_npu_phase.runtimes import Runtime, UnsupportedRuntimeError, runtime_of
-from omni_npu_phase.state import live_info, store_updates
+from omni_npu_phase.state import StateWrites, live_info
 
 MODE_VARIABLE = "OMNI_NPU_PHASE"
 
@@ -69,16 +69,19 @@ class PhaseRoutingMixin:
             preprocess_batch(
                 req_ids=plan.request_ids, model_intermediate_buffer=self.model_intermediate_buffer, device=ids.device
             )
-        routing.route(plan, _RunnerPort(self, phase, plan, ids, embeds))
+        with phase.writing() as writes:
+            routing.route(plan, _RunnerPort(self, phase, plan, ids, embeds, writes))
         return (ids, embeds, *passed_through)
 
     def _collect_additional_information_for_prefill(self, num_scheduled_tokens_np: Any) -> None:
         """Overlay prompt embeddings on the prompt rows of the step; requests may lack prompt_token_ids (E1)."""
-        plan = _phase_of(self).plan
+        phase = _phase_of(self)
+        plan = phase.plan
         if plan is None:
             super()._collect_additional_information_for_prefill(num_scheduled_tokens_np)  # type: ignore[misc]
         else:
-            _overlay_prompt_embeds(plan, self.requests, device_side(self.inputs_embeds))
+            embeds = device_side(self.inputs_embeds)
+            _overlay_prompt_embeds(plan, self.requests, embeds, phase.helper(embeds.device))
 
     def _talker_mtp_forward(
         self, decode_req_ids: list[str], inputs_embeds: torch.Tensor, start_offsets: list[int] | None = None
@@ -96,16 +99,24 @@ class PhaseRoutingMixin:
             if start_offsets is None:
                 start_offsets = [int(self.query_start_loc.cpu[row]) for row in rows]
             call = Call(routing.MTP_HOOK, decode_req_ids, rows, inputs_embeds, self.model, phase.deviations)
-            mtp = TalkerMtp(self, phase.runtime, phase.helper(inputs_embeds.device))
-            mtp.run(call, start_offsets)
+            with phase.writing() as writes:
+                helper = phase.helper(inputs_embeds.device)
+                TalkerMtp(self, phase.runtime, helper, writes).run(call, start_offsets)
 
     def _update_intermediate_buffer(self, req_id: str, upd: Any) -> None:
         """Merge one request's updates, from hooks, ``postprocess`` or payloads, into its live buffer (R8, T9)."""
         phase = _phase_of(self)
         if phase.active:
-            _store(self, phase, [req_id], [upd])
+            with phase.writing() as writes:
+                writes.store([req_id], [upd])
         else:
             super()._update_intermediate_buffer(req_id, upd)  # type: ignore[misc]
+
+    def _process_additional_information_updates(self, *args: Any, **kwargs: Any) -> None:
+        """Postprocess by the released code; what its rows store reaches the host together."""
+        phase = _phase_of(self)
+        with phase.writing() if phase.active else nullcontext():
+            super()._process_additional_information_updates(*args, **kwargs)  # type: ignore[misc]
 
 
 @dataclass(slots=True)
@@ -117,6 +128,8 @@ class _Phase:
     deviations: Deviations
     plan: StepPlan | None = None
     """The step's plan while the released code runs, which then sees a model without hooks."""
+    writes: StateWrites | None = None
+    """The writes being collected, where a step or a postprocess is under way."""
     helpers: dict[torch.device, BufferHelper] = field(default_factory=dict)
 
     @property
@@ -135,6 +148,27 @@ class _Phase:
         if device not in self.helpers:
             self.helpers[device] = buffers.for_device(device)
         return self.helpers[device]
+
+    @contextmanager
+    def writing(self) -> Iterator[StateWrites]:
+        """Writes into live buffers that are complete when the outermost block ends, also when it ends in an error."""
+        if self.writes is not None:
+            yield self.writes
+            return
+        self.writes = StateWrites(self.runner, self.helper(_device_of(self.runner)))
+        try:
+            yield self.writes
+        finally:
+            writes, self.writes = self.writes, None
+            writes.finish()
+
+
+def _device_of(runner: Any) -> torch.device:
+    for name in ("inputs_embeds", "talker_mtp_inputs_embeds"):
+        buffer = getattr(runner, name, None)
+        if buffer is not None:
+            return device_side(buffer).device
+    return torch.device(runner.device)
 
 
 def _phase_of(runner: Any) -> _Phase:
@@ -190,7 +224,9 @@ def _expect(outputs: Any, runtime: Runtime) -> Any:
     return outputs
 
 
-def _overlay_prompt_embeds(plan: StepPlan, requests: Mapping[str, Any], embeds: torch.Tensor) -> None:
+def _overlay_prompt_embeds(
+    plan: StepPlan, requests: Mapping[str, Any], embeds: torch.Tensor, helper: BufferHelper
+) -> None:
     for row, request_id in enumerate(plan.request_ids):
         prompt_embeds = getattr(requests[request_id], "prompt_embeds_cpu", None)
         if prompt_embeds is None or not plan.prefill[row]:
@@ -203,12 +239,7 @@ def _overlay_prompt_embeds(plan: StepPlan, requests: Mapping[str, Any], embeds: 
             raise ContractError(
                 "E1", requests=[request_id], rows=[row], expected=expected, actual=str(tuple(own.shape))
             )
-        embeds[start : start + count].copy_(own, non_blocking=True)
-
-
-def _store(runner: Any, phase: _Phase, request_ids: Sequence[str], updates: Sequence[Any]) -> None:
-    helper = phase.helper(device_side(runner.inputs_embeds).device)
-    store_updates(runner, request_ids, updates, helper)
+        helper.copy(embeds[start : start + count], own)
 
 
 class _HooksMasked:
@@ -247,10 +278,18 @@ def _hooks_masked(runner: Any, phase: _Phase, plan: StepPlan) -> Iterator[None]:
 class _RunnerPort:
     """The V1 runner as the route sees it, for one step."""
 
-    def __init__(self, runner: Any, phase: _Phase, plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        phase: _Phase,
+        plan: StepPlan,
+        ids: torch.Tensor,
+        embeds: torch.Tensor,
+        writes: StateWrites,
+    ) -> None:
         self._runner = runner
-        self._phase = phase
         self._plan = plan
+        self._writes = writes
         self._runtime = phase.runtime
         self._helper = phase.helper(embeds.device)
         self.ids = ids
@@ -260,7 +299,7 @@ class _RunnerPort:
         self.has_batched_hook = callable(getattr(self.model, routing.BATCHED_HOOK, None))
         self.mtp_width: int | None = None
         if getattr(runner, "has_talker_mtp", False):
-            self._mtp_inputs = TalkerMtp(runner, self._runtime, self._helper).inputs()
+            self._mtp_inputs = mtp_inputs(runner)
             self.mtp_width = self._mtp_inputs[1].shape[-1]
 
     def infos(self, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -286,12 +325,12 @@ class _RunnerPort:
             self._helper.put(self.ids, rows, ids)
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
-        _store(self._runner, self._phase, [self._plan.request_ids[row] for row in rows], updates)
+        self._writes.store([self._plan.request_ids[row] for row in rows], updates)
 
     def fill_mtp(self, position: int, hidden: torch.Tensor, text_step: torch.Tensor) -> None:
         stop = position + hidden.shape[0]
-        self._mtp_inputs[2][position:stop].copy_(hidden)
-        self._mtp_inputs[3][position:stop].copy_(text_step)
+        self._helper.copy(self._mtp_inputs[2][position:stop], hidden)
+        self._helper.copy(self._mtp_inputs[3][position:stop], text_step)
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         offsets = [self._plan.offsets[row] for row in rows]

@@ -13,7 +13,7 @@ from omni_npu_phase import results
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.results import Call
 from omni_npu_phase.runtimes import Runtime
-from omni_npu_phase.state import live_info
+from omni_npu_phase.state import StateWrites, live_info
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 _DEFAULT_OUTPUT_KEY = ("codes", "audio")
@@ -25,22 +25,23 @@ def device_side(buffer: Any) -> torch.Tensor:
     return tensor
 
 
+def mtp_inputs(runner: Any) -> list[torch.Tensor]:
+    """The MTP's input buffers, whole: token ids (rows,), embeddings, hidden states and text step (rows, hidden)."""
+    names = ("talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step")
+    return [device_side(getattr(runner, name)) for name in names]
+
+
 class TalkerMtp:
     """The MTP batch of one runner: its input buffers by row position, its calls, and its results.
 
     The buffers are the runner's own, at fixed addresses, so that a captured graph can be replayed on them.
     """
 
-    def __init__(self, runner: Any, runtime: Runtime, helper: BufferHelper) -> None:
+    def __init__(self, runner: Any, runtime: Runtime, helper: BufferHelper, writes: StateWrites) -> None:
         self._runner = runner
         self._runtime = runtime
         self._helper = helper
-
-    def inputs(self) -> list[torch.Tensor]:
-        """Token ids (rows,), embeddings, hidden states and text step (rows, hidden), at full length."""
-        runner = self._runner
-        names = ("talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step")
-        return [device_side(getattr(runner, name)) for name in names]
+        self._writes = writes
 
     def run(self, call: Call, offsets: Sequence[int]) -> None:
         """Run MTP for the first ``len(offsets)`` rows of the input buffers, one per request of ``call``.
@@ -61,7 +62,7 @@ class TalkerMtp:
         if not self._runtime.is_graph(self._runner) or "generator" in keywords or "generators" in keywords:
             mode, padded = self._runtime.eager(), len(offsets)
         with self._runtime.forward_context(self._runner.vllm_config, mode, descriptor):
-            raw = self._runner.talker_mtp(*(buffer[:padded] for buffer in self.inputs()), **keywords)
+            raw = self._runner.talker_mtp(*(buffer[:padded] for buffer in mtp_inputs(self._runner)), **keywords)
         new_embeds, codes = results.mtp_result(call, raw)
         self._helper.put(call.embeds, self._helper.rows(offsets), new_embeds)
         if codes is not None:
@@ -70,7 +71,7 @@ class TalkerMtp:
     def _run_row_by_row(self, call: Call, offsets: Sequence[int], generators: Sequence[torch.Generator | None]) -> None:
         # A generator is one stream: shared by a batch, it would make a seeded request depend on its neighbours (T8).
         # Every call uses the first row, where a graph captured for one row finds its inputs.
-        buffers = self.inputs()
+        buffers = mtp_inputs(self._runner)
         first_rows = [self._helper.snapshot(buffer[:1]) for buffer in buffers]
         try:
             for row, offset in enumerate(offsets):
@@ -83,23 +84,11 @@ class TalkerMtp:
                 buffer[:1].copy_(first_row)
 
     def _store_codes(self, call: Call, codes: torch.Tensor) -> None:
-        """Store each request's own row of the codes, and the model's validity mark beside it (T5, T9)."""
-        key = output_key(call.model)
-        columns = {key: codes}
+        marks = {}
         validity = getattr(call.model, "talker_mtp_validity_key", None)
         if validity is not None:
-            columns[validity] = torch.ones(len(call.requests), dtype=torch.bool, device=codes.device)
-        resident = key in getattr(call.model, "gpu_resident_buffer_keys", ())
-        if resident:
-            columns[key] = self._helper.snapshot(codes)
-        else:
-            columns = dict(zip(columns, self._helper.to_host(list(columns.values())), strict=True))
-        for row, request_id in enumerate(call.requests):
-            info = live_info(self._runner, request_id)
-            for (outer, inner), column in columns.items():
-                own = column[row : row + 1] if (outer, inner) == key else column[row]
-                info.setdefault(outer, {})[inner] = own
-            self._runner.requests[request_id].additional_information_cpu = info
+            marks[validity] = torch.ones(len(call.requests), dtype=torch.bool, device=codes.device)
+        self._writes.store_codes(call.requests, output_key(call.model), codes, marks)
 
     def _keywords(self, call: Call, generators: Sequence[torch.Generator | None]) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)
@@ -111,6 +100,8 @@ class TalkerMtp:
             else:
                 keywords["generators"] = list(generators)
         if getattr(call.model, "talker_mtp_accepts_req_infos", False):
+            # A model that reads the live buffers here finds in them what its hooks just returned.
+            self._writes.finish()
             keywords["req_ids"] = list(call.requests)
             keywords["req_infos"] = [live_info(self._runner, request_id) for request_id in call.requests]
         return keywords

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,64 +26,115 @@ def live_info(runner: Any, request_id: str) -> dict[str, Any]:
     return info
 
 
-def store_updates(runner: Any, request_ids: Sequence[str], updates: Sequence[Any], helper: BufferHelper) -> None:
-    """Merge each update dictionary into its own request's live buffer; all device tensors go to the host at once.
+@dataclass(slots=True)
+class _Copy:
+    """A device tensor handed in, and where its owned copy goes. Only its shape and dtype are read later."""
 
-    Nested dictionaries merge one level deep. A tensor under a ``(key, qualifier)`` pair of the model's
-    ``gpu_resident_buffer_keys`` stays on its device as an owned snapshot; every other tensor of the helper's device
-    becomes an owned host copy. A tensor that already is the stored value, where it belongs, is left alone. Updates that
-    are empty or no dictionary, and requests without state, are passed over.
+    like: torch.Tensor
+    write: Callable[[torch.Tensor], None]
+
+
+class StateWrites:
+    """The writes of one step into live buffers; what goes from the device to the host goes in one transfer.
+
+    Values that need no transfer are written at once, the others by :meth:`finish`. Every device tensor is copied when
+    it is handed in, so a hook may use its memory again for the next row.
     """
-    resident = getattr(runner.model, "gpu_resident_buffer_keys", ())
-    writes = _Writes(helper)
-    for request_id, update in zip(request_ids, updates, strict=True):
-        state = runner.requests.get(request_id)
-        if state is None or not isinstance(update, dict) or not update:
-            continue
-        info = live_info(runner, request_id)
-        for key, value in update.items():
-            if isinstance(value, dict):
-                nested = info.setdefault(key, {})
-                for qualifier, inner in value.items():
-                    writes.place(nested, qualifier, inner, resident=(key, qualifier) in resident)
-            else:
-                writes.place(info, key, value, resident=False)
-        state.additional_information_cpu = info
-    writes.finish()
 
-
-class _Writes:
-    """Collects the device tensors of one store so that they travel together."""
-
-    def __init__(self, helper: BufferHelper) -> None:
+    def __init__(self, runner: Any, helper: BufferHelper) -> None:
+        self._runner = runner
         self._helper = helper
-        self._slots: list[tuple[Any, Any]] = []
-        self._tensors: list[torch.Tensor] = []
+        self._resident = getattr(runner.model, "gpu_resident_buffer_keys", ())
+        self._leaving: list[tuple[torch.Tensor, list[_Copy]]] = []
 
-    def place(self, dest: dict[Any, Any], key: Any, value: Any, *, resident: bool) -> None:
+    def store(self, request_ids: Sequence[str], updates: Sequence[Any]) -> None:
+        """Merge each update dictionary into its own request's live buffer (R8).
+
+        Nested dictionaries merge one level deep. A tensor under a ``(key, qualifier)`` pair of the model's
+        ``gpu_resident_buffer_keys`` stays on its device as an owned copy; every other tensor of the helper's device
+        becomes an owned host copy. A tensor that already is the stored value, where it belongs, is left alone. Updates
+        that are empty or no dictionary, and requests without state, are passed over.
+        """
+        staying: list[_Copy] = []
+        leaving: list[_Copy] = []
+        for request_id, update in zip(request_ids, updates, strict=True):
+            state = self._runner.requests.get(request_id)
+            if state is None or not isinstance(update, dict) or not update:
+                continue
+            info = live_info(self._runner, request_id)
+            for key, value in update.items():
+                if isinstance(value, dict):
+                    nested = info.setdefault(key, {})
+                    for qualifier, inner in value.items():
+                        resident = (key, qualifier) in self._resident
+                        self._place(nested, qualifier, inner, staying if resident else leaving, resident)
+                else:
+                    self._place(info, key, value, leaving, False)
+            state.additional_information_cpu = info
+        if staying:
+            self._write(self._helper.pack([copy.like for copy in staying]), staying)
+        if leaving:
+            self._leaving.append((self._helper.pack([copy.like for copy in leaving]), leaving))
+
+    def store_codes(
+        self,
+        request_ids: Sequence[str],
+        key: tuple[Any, Any],
+        codes: torch.Tensor,
+        marks: Mapping[tuple[Any, Any], Any],
+    ) -> None:
+        """Store row i of ``codes``, shape (rows, ...), with request i, beside element i of each of ``marks`` (T5).
+
+        They stay on the device if the codes' key is resident.
+        """
+        columns = {key: codes, **marks}
+        copies = [
+            _Copy(column, partial(self._write_rows, request_ids, name, name == key)) for name, column in columns.items()
+        ]
+        block = self._helper.pack(list(columns.values()))
+        if key in self._resident:
+            self._write(block, copies)
+        else:
+            self._leaving.append((block, copies))
+
+    def finish(self) -> None:
+        """Bring what is still on the device to the host, and write it in the order in which it was handed in."""
+        leaving, self._leaving = self._leaving, []
+        for (_, copies), block in zip(leaving, self._helper.fetch([block for block, _ in leaving]), strict=True):
+            self._write(block, copies)
+
+    def _place(self, dest: dict[Any, Any], key: Any, value: Any, copies: list[_Copy], resident: bool) -> None:
         if isinstance(value, torch.Tensor):
-            self._place_tensor(dest, key, value, dest.get(key), resident)
+            self._place_tensor(dest, key, value, dest.get(key), copies, resident)
         elif isinstance(value, list):
             known = dest.get(key)
             kept = known if isinstance(known, list) else []
             dest[key] = items = list(value)
             for index, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
-                    self._place_tensor(items, index, item, kept[index] if index < len(kept) else None, False)
+                    self._place_tensor(items, index, item, kept[index] if index < len(kept) else None, copies, False)
         else:
             dest[key] = value
 
-    def _place_tensor(self, dest: Any, key: Any, value: torch.Tensor, stored: Any, resident: bool) -> None:
+    def _place_tensor(
+        self, dest: Any, key: Any, value: torch.Tensor, stored: Any, copies: list[_Copy], resident: bool
+    ) -> None:
         if value is stored and (resident or value.device.type == "cpu"):
             return
-        if resident:
-            dest[key] = self._helper.snapshot(value)
-        elif value.device.type == "cpu" and self._helper.device.type != "cpu":
+        if value.device.type == "cpu" and self._helper.device.type != "cpu" and not resident:
             dest[key] = value.detach().contiguous()
         else:
-            self._slots.append((dest, key))
-            self._tensors.append(value)
+            copies.append(_Copy(value, partial(operator.setitem, dest, key)))
 
-    def finish(self) -> None:
-        for (dest, key), copy in zip(self._slots, self._helper.to_host(self._tensors), strict=True):
-            dest[key] = copy
+    def _write(self, block: torch.Tensor, copies: Sequence[_Copy]) -> None:
+        owned = self._helper.unpack(block, [copy.like for copy in copies])
+        for copy, tensor in zip(copies, owned, strict=True):
+            copy.write(tensor)
+
+    def _write_rows(
+        self, request_ids: Sequence[str], key: tuple[Any, Any], keeps_row: bool, column: torch.Tensor
+    ) -> None:
+        for row, request_id in enumerate(request_ids):
+            info = live_info(self._runner, request_id)
+            info.setdefault(key[0], {})[key[1]] = column[row : row + 1] if keeps_row else column[row]
+            self._runner.requests[request_id].additional_information_cpu = info

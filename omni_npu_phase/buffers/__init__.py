@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from omni_npu_phase.buffers.base import BufferHelper
 
-_MODULES = {"cpu": "omni_npu_phase.buffers.cpu"}
+_MODULES = {"cpu": "omni_npu_phase.buffers.cpu", "npu": "omni_npu_phase.buffers.ascend"}
 
 
 def for_device(device: torch.device) -> BufferHelper:

@@ -11,6 +11,9 @@ import torch
 Rows: TypeAlias = "slice | torch.Tensor"
 """Where rows lie in a buffer: a slice when contiguous, else a device index as :meth:`BufferHelper.rows` made it."""
 
+# No dtype is wider, so a piece that begins at a multiple of it can be viewed as any.
+_ALIGNMENT = 16
+
 
 class BufferHelper:
     """Row copies, owned snapshots and result transfers on one device.
@@ -22,6 +25,7 @@ class BufferHelper:
         self.device = device
         self._offsets: list[int] = []
         self._rows: Rows = slice(0, 0)
+        self._padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=device)
 
     def rows(self, offsets: Sequence[int]) -> Rows:
         """Locate rows by their offsets, staging a device index only where they are scattered.
@@ -40,6 +44,10 @@ class BufferHelper:
 
     def _stage(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def copy(self, dest: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor of the same shape into ``dest``, from this device or the host, cast to its dtype."""
+        dest.copy_(source, non_blocking=True)
 
     def take(self, source: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         """Copy ``source[rows]`` into ``out``, which has as many rows; casts to its dtype. Must not overlap."""
@@ -70,29 +78,32 @@ class BufferHelper:
         """An owned, contiguous copy on the same device: later writes to ``tensor`` do not reach it (T9)."""
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Owned, contiguous host copies, in order, of tensors of any shape and dtype: one transfer, one wait (T9).
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One owned block of bytes, uint8 on the same device, with a copy of every tensor, of any shape and dtype (T9).
 
-        The copies are views of one host block, which lives while any of them does.
+        One device operation however many tensors there are; :meth:`unpack` gives them back.
         """
-        # Widest dtype first keeps every piece aligned for the dtype it is viewed as.
-        order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-        if not order:
-            return []
-        packed = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in order])
-        block = self._block_to_host(packed)
-        copies: list[torch.Tensor] = [block] * len(tensors)
-        start = 0
-        for i in order:
-            tensor = tensors[i]
-            stop = start + tensor.numel() * tensor.element_size()
-            copies[i] = block[start:stop].view(tensor.dtype).reshape(tensor.shape)
-            start = stop
+        pieces: list[torch.Tensor] = []
+        for tensor in tensors:
+            piece = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            pieces += [piece, self._padding[: -piece.numel() % _ALIGNMENT]]
+        return torch.cat(pieces)
+
+    def unpack(self, block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of a packed block, in order and shaped as ``like``: views of it, which share its memory."""
+        copies, start = [], 0
+        for tensor in like:
+            size = tensor.numel() * tensor.element_size()
+            copies.append(block[start : start + size].view(tensor.dtype).reshape(tensor.shape))
+            start += size + -size % _ALIGNMENT
         return copies
 
-    def _block_to_host(self, block: torch.Tensor) -> torch.Tensor:
-        """The packed bytes as an owned host tensor, arrived."""
-        return block.to("cpu")
+    def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Packed blocks as owned host memory, in order: one transfer and one wait for all of them."""
+        if not blocks:
+            return []
+        joined = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+        return list(torch.split(joined.to("cpu"), [block.numel() for block in blocks]))
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

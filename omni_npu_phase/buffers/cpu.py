@@ -12,7 +12,7 @@ from omni_npu_phase.buffers.base import BufferHelper
 
 
 class CpuBufferHelper(BufferHelper):
-    """Indices are staged in one reused array, and results are copied: nothing crosses a device boundary.
+    """Indices are staged in one reused array, and a packed block already is owned host memory.
 
     A host tensor is not owned for being on the host: here the MTP's output buffer is host memory too (T9).
     """
@@ -28,8 +28,8 @@ class CpuBufferHelper(BufferHelper):
         staged[:] = values
         return torch.from_numpy(staged)
 
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self.snapshot(tensor) for tensor in tensors]
+    def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(blocks)
 
 
 HELPER = CpuBufferHelper

@@ -156,18 +156,11 @@ class _Bench:
     def _finish_step(self, rows: Step, scheduled: Any, step: StepRecord) -> None:
         """Postprocessing by the released code, then all device buffers written over, as a next step would."""
         runner = self.runner
-        for index, row in enumerate(rows):
-            self.hidden[index].fill_(self.indices[row.request])
-        spans = np.ones(len(rows), dtype=np.int32)
-        hidden_rows = torch.arange(len(rows) + 1, dtype=torch.int32)
+        for row, start in zip(rows, step.offsets, strict=True):
+            self.hidden[start : start + row.span].fill_(self.indices[row.request])
         if self.scenario.behaviour.has_preprocess:
-            runner._process_additional_information_updates(
-                self.hidden,
-                None,
-                spans,
-                scheduled,
-                **_accepted(runner._process_additional_information_updates, query_start_loc_cpu=hidden_rows),
-            )
+            spans = np.array([row.span for row in rows], dtype=np.int32)
+            runner._process_additional_information_updates(self.hidden, None, spans, scheduled)
         self.model.scribble()
         self.hidden.fill_(200)
         for row in rows:

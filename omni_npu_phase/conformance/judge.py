@@ -141,7 +141,8 @@ class _History:
         self.progress: dict[str, tuple[int, int]] = {}
         self.order: list[str] = []
         self._streams = {
-            request: torch.Generator().manual_seed(seed) for request, seed in run.scenario.setting.seeds.items()
+            request: torch.Generator(run.device).manual_seed(seed)
+            for request, seed in run.scenario.setting.seeds.items()
         }
 
     def noise(self, request: str) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-_MODULES = ("omni_npu_phase.runtimes.v0_30",)
+_MODULES = ("omni_npu_phase.runtimes.v0_30", "omni_npu_phase.runtimes.v0_24")
 
 
 class UnsupportedRuntimeError(RuntimeError):

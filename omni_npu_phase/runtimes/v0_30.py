@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-
-from omni_npu_phase.runtimes import Runtime
+from omni_npu_phase.runtimes import Runtime, v1
 
 
 def _write_keywords(info: dict[str, Any], request_id: str, prompt_len: int, num_computed: int, state: Any) -> None:
@@ -20,67 +17,16 @@ def _write_keywords(info: dict[str, Any], request_id: str, prompt_len: int, num_
     info["_omni_seed"] = getattr(sampling, "seed", None)
 
 
-def _attach_infos(runner: Any, request_id: str, info: dict[str, Any]) -> dict[str, Any]:
-    attached: dict[str, Any] = runner._maybe_attach_mimo_audio_req_infos(
-        runner.requests.get(request_id), info, request_id
-    )
-    return attached
-
-
-def _mtp_graph(runner: Any, rows: int) -> tuple[Any, Any, int]:
-    mode, descriptor, *_ = runner._determine_batch_execution_and_padding(
-        num_tokens=rows,
-        num_reqs=rows,
-        num_scheduled_tokens_np=np.ones(rows, dtype=np.int32),
-        max_num_scheduled_tokens=1,
-        use_cascade_attn=False,
-    )
-    return mode, descriptor, getattr(descriptor, "num_tokens", rows)
-
-
-def _is_graph(runner: Any) -> bool:
-    from vllm_omni.platforms import current_omni_platform
-
-    return isinstance(runner.talker_mtp, current_omni_platform.get_graph_wrapper_cls())
-
-
-def _eager() -> Any:
-    from vllm.config import CUDAGraphMode
-
-    return CUDAGraphMode.NONE
-
-
-def _forward_context(vllm_config: Any, mode: Any, descriptor: Any) -> AbstractContextManager[Any]:
-    from vllm_omni.platforms import current_omni_platform
-
-    context: AbstractContextManager[Any] = current_omni_platform.set_forward_context(
-        None, vllm_config, cudagraph_runtime_mode=mode, batch_descriptor=descriptor
-    )
-    return context
-
-
 RUNTIME = Runtime(
     name="vLLM-Omni 0.30 (V1)",
-    methods={
-        "_preprocess": ("scheduler_output", "num_input_tokens", "intermediate_tensors"),
-        "_talker_mtp_forward": ("decode_req_ids", "inputs_embeds", "start_offsets"),
-        "_update_intermediate_buffer": ("req_id", "upd"),
-        "_collect_additional_information_for_prefill": ("num_scheduled_tokens_np",),
-        "_maybe_attach_mimo_audio_req_infos": ("req_state", "req_infos", "req_id"),
-        "_determine_batch_execution_and_padding": (
-            "num_tokens",
-            "num_reqs",
-            "num_scheduled_tokens_np",
-            "max_num_scheduled_tokens",
-            "use_cascade_attn",
-        ),
-    },
-    preprocess_values=6,
+    # The last is not called; it came with 0.30 and tells it from its predecessors.
+    methods={**v1.METHODS, "_report_model_local_kv": ()},
+    preprocess_values=v1.PREPROCESS_VALUES,
     seed_key="tts_local_seed",
     write_keywords=_write_keywords,
-    attach_infos=_attach_infos,
-    mtp_graph=_mtp_graph,
-    is_graph=_is_graph,
-    eager=_eager,
-    forward_context=_forward_context,
+    attach_infos=v1.attach_infos,
+    mtp_graph=v1.mtp_graph,
+    is_graph=v1.is_graph,
+    eager=v1.eager,
+    forward_context=v1.forward_context,
 )
