@@ -139,6 +139,8 @@ class _History:
         self.codes: dict[str, list[int] | None] = {}
         self.codes_later: dict[str, list[int] | None] = {}
         self.progress: dict[str, tuple[int, int]] = {}
+        self.furthest: dict[str, int] = {}
+        """How far each request ever was: a decode row at or before it is a replay."""
         self.order: list[str] = []
         self._streams = {
             request: torch.Generator(run.device).manual_seed(seed)
@@ -152,6 +154,8 @@ class _History:
 
     def add(self, step: StepRecord) -> None:
         self.progress.update({row.request: (row.prompt, row.computed) for row in step.rows})
+        for row in step.rows:
+            self.furthest[row.request] = max(row.computed, self.furthest.get(row.request, -1))
         self.codes_later.update(step.codes_later)
         self.order = [row.request for row in step.rows]
 
@@ -205,7 +209,7 @@ def _fields(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: 
             yield "E2", told
         if row.request in run.scenario.setting.prompt_embeds:
             yield "E1", told or _overlaid(run, placed)
-        if earlier is not None and earlier[1] > row.computed >= row.prompt:
+        if row.prompt <= row.computed <= history.furthest.get(row.request, -1):
             yield "E3", told
 
 
@@ -324,9 +328,12 @@ def _writes(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterat
     behind = [row for row in range(len(step.embeds)) if row not in spans and step.embeds[row][0] != UNTOUCHED]
     yield "R6", f"rows {behind} behind the spans were written" if behind else ""
     mtp_ran = bool(step.log.mtp)
+    without_ids = run.scenario.setting.ids_absent or run.scenario.setting.multimodal
     for placed in rows:
         row = placed.row
         if len(placed.calls) != 1:
+            if without_ids:
+                yield "R10", f"{placed}: no hook was given its token ids"
             continue
         wanted = _wanted_embeds(run, placed)
         found = step.embeds[placed.start : placed.start + row.span]
@@ -341,7 +348,7 @@ def _writes(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterat
                 yield "T2", wrong
             if row.shows == MTP and mtp_ran and any(other.row.prefill for other in rows):
                 yield "T4", wrong
-        if run.scenario.setting.ids_absent or run.scenario.setting.multimodal:
+        if without_ids:
             yield "R10", wrong or _slices(run, placed) if placed.calls[0].hook == "scalar" else wrong
     yield from _ids(run, step, rows)
 
