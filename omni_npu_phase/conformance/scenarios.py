@@ -255,7 +255,7 @@ SCENARIOS: tuple[Scenario, ...] = (
              (step(row("a", 3, 3, 1, MTP)), step(row("b", 6, 0, 5, PREFILL), row("a", 3, 4, 1, MTP)),
               step(row("b", 6, 5, 1, TAIL), row("a", 3, 5, 1, MTP)))),
     # Resume, preemption, replay, streaming.
-    Scenario("resumed-decode-span", "a resumed decode span longer than its prompt", ("M8", "T6"),
+    Scenario("resumed-decode-span", "a resumed decode span longer than its prompt", ("M5", "T6"),
              (step(row("a", 2, 4, 3, DECODE), row("d", 3, 3, 1, MTP)), step(row("a", 2, 7, 1, MTP))),
              report="omni#5018"),
     Scenario("resumed-after-preemption", "a resumed span of three rows is one scalar call", ("R9", "T6"),

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints where, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from omni_npu_phase import __version__
+from omni_npu_phase.cli import app
+from omni_npu_phase.conformance.scenarios import SCENARIOS
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def _verify(*arguments: str) -> Result:
+    return _run("verify", "--scenario", "mutated-fields", *arguments)
+
+
+def test_help_teaches() -> None:
+    assert "verify" in _run("--help").stdout
+    text = " ".join(_run("verify", "--help").stdout.split())
+    assert "Exit status" in text
+    for option in ("--mode", "--runner", "--scenario", "--tier", "--xfail", "--list", "--format", "--output"):
+        assert option in text
+
+
+def test_version() -> None:
+    assert _run("--version").stdout.strip() == __version__
+
+
+def test_list_runs_nothing() -> None:
+    result = _run("verify", "--list")
+    assert result.exit_code == 0
+    for case in SCENARIOS:
+        assert case.id in result.stdout
+    one = _run("verify", "--list", "--scenario", "tail")
+    assert "omni#4382" in one.stdout
+    assert "mixed" not in one.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "status"), [("released", 1), ("mixin", 0), ("both", 0)], ids=["released", "mixin", "both"]
+)
+def test_exit_status(mode: str, status: int) -> None:
+    result = _verify("--mode", mode)
+    assert result.exit_code == status
+    assert ("As released: " in result.stdout) is (mode != "mixin")
+    assert ("With PhaseRoutingMixin: " in result.stdout) is (mode != "released")
+
+
+def test_tier() -> None:
+    document = json.loads(_verify("--mode", "released", "--tier", "extended", "--format", "json").stdout)
+    assert {clause["tier"] for clause in document["clauses"]} == {"extended"}
+
+
+def test_formats() -> None:
+    as_json = _verify("--format", "json")
+    assert json.loads(as_json.stdout)["summary"]["mixin"]["fail"] == 0
+    assert "loading" in as_json.stderr
+    ElementTree.fromstring(_verify("--format", "junit").stdout)
+    assert _verify("--format", "markdown").stdout.startswith("# Phase contract")
+
+
+@pytest.mark.parametrize("name", ["table", "json"])
+def test_output_file(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "report"
+    result = _verify("--format", name, "--output", str(target))
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert "M9" in target.read_text(encoding="utf-8")
+
+
+def test_expected_failures(tmp_path: Path) -> None:
+    known = tmp_path / "known"
+    known.write_text("M9: hooks may write the fields\n", encoding="utf-8")
+    result = _verify("--mode", "released", "--xfail", str(known))
+    assert result.exit_code == 0
+    assert "xfail" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (("--scenario", "nope"), "no scenario nope; see: omni-npu-phase verify --list"),
+        (("--runner", "nope"), "--runner takes gpu-v1 or MODULE:CLASS"),
+        (("--runner", "os:path"), "os:path is no class"),
+        (("--xfail", "no/such/file"), "--xfail no/such/file"),
+        (("--output", "no/such/folder/report"), "there is no folder no/such/folder"),
+    ],
+)
+def test_wrong_use(arguments: tuple[str, ...], advice: str) -> None:
+    result = _verify(*arguments)
+    assert result.exit_code == 2
+    assert advice in result.stderr
+    assert result.stdout == ""
+
+
+def test_bad_option() -> None:
+    assert _run("verify", "--format", "pdf").exit_code == 2
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    result = _verify("--output", str(tmp_path))
+    assert result.exit_code == 2
+    assert "Is a directory" in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_command_lines_libraries(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from omni_npu_phase.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'omni-npu-phase[cli]'" in done.stderr
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "omni_npu_phase", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == __version__

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kit on the real 0.30 runner: with the mixin every clause holds, as released exactly the known ones do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from omni_npu_phase import contract
+from omni_npu_phase.conformance import report as reports
+from omni_npu_phase.conformance import suite
+from omni_npu_phase.conformance.driver import DriverError, Variant, run_scenario
+from omni_npu_phase.conformance.judge import Judgement, judge
+from omni_npu_phase.conformance.report import Report, verdict
+from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Scenario
+from omni_npu_phase.contract import CLAUSES
+from omni_npu_phase.runtimes import UnsupportedRuntimeError
+
+CPU = torch.device("cpu")
+# What the released 0.30 V1 runner does not keep; README.md says where in its source.
+RELEASED_REQUIRED = {"M9", "R7"}
+RELEASED_EXTENDED = {"T8", "T9", "E1", "E4", "E5", "E5b", "E6", "E7", "E8"}
+
+
+@pytest.fixture(scope="module")
+def both() -> Report:
+    tiers: dict[suite.Mode, Sequence[contract.Tier]] = {
+        "released": ("required", "extended"),
+        "mixin": ("required", "extended"),
+    }
+    return suite.verify(suite.load_runner("gpu-v1"), ("released", "mixin"), tiers=tiers)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
+def test_scenario(scenario: Scenario) -> None:
+    """Every judgement holds with the mixin, and the scenario says something about the clauses it is about."""
+    runner = suite.classes_for("mixin", suite.load_runner("gpu-v1")).of(scenario)
+    assert runner is not None
+    judgements = [
+        judgement
+        for variant in suite.variants(scenario, "mixin")
+        for judgement in judge(run_scenario(runner, scenario, variant, CPU))
+    ]
+    assert [judgement for judgement in judgements if not judgement.holds] == []
+    assert set(scenario.about) <= {judgement.clause for judgement in judgements}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
+def test_rows_show_what_the_contract_says(scenario: Scenario) -> None:
+    """The data of the scenarios is no second contract."""
+    for row in (row for rows in scenario.steps for row in rows if row.computed >= 0):
+        assert row.phase == contract.phase_name(row.prompt, row.computed, row.span)
+        assert (row.shows == MTP) is contract.is_mtp_eligible(row.prompt, row.computed, row.span)
+
+
+def test_every_clause_has_evidence(both: Report) -> None:
+    assert {result.id for result in both.of("mixin") if result.evidence} == set(CLAUSES)
+    assert {result.status for result in both.of("mixin")} == {"pass"}
+
+
+def test_released_runner(both: Report) -> None:
+    failed = {result.id for result in both.of("released") if result.failed}
+    assert failed == RELEASED_REQUIRED | RELEASED_EXTENDED
+    by_id = {result.id: result for result in both.of("released")}
+    assert set(by_id["M9"].scenarios) == {"returned-fields", "mutated-fields", "no-buffer"}
+    assert "on CPU" in by_id["T9"].detail
+
+
+def test_default_tiers() -> None:
+    report = suite.verify(suite.load_runner("gpu-v1"), ("released", "mixin"), scenarios=[BY_ID["tail"]])
+    assert {result.tier for result in report.of("released")} == {"required"}
+    assert {result.tier for result in report.of("mixin")} == {"required", "extended"}
+
+
+@pytest.mark.parametrize("scenario", [BY_ID["table"], BY_ID["mixed"]], ids=lambda scenario: scenario.id)
+def test_no_clause_of_mtp_passes_because_mtp_was_off(scenario: Scenario, mixed: type) -> None:
+    off = judge(run_scenario(mixed, scenario, Variant("scalar", False), CPU))
+    assert not [judgement for judgement in off if judgement.clause.startswith("T")]
+    rows = tuple(tuple(row for row in step if row.shows != MTP) for step in scenario.steps)
+    idle = judge(run_scenario(mixed, replace(scenario, steps=rows), Variant("scalar", True), CPU))
+    assert not [judgement for judgement in idle if judgement.clause.startswith("T")]
+
+
+def test_public_reports_are_covered() -> None:
+    covered = " ".join(case.report or "" for case in SCENARIOS)
+    for number in ("4382", "5018", "4471", "4559", "2443", "5377", "2894", "2690", "3420", "4317", "42302", "7084",
+                   "3004", "4889", "3476", "5846"):  # fmt: skip
+        assert f"#{number}" in covered
+
+
+def test_a_scenario_id_names_one_scenario() -> None:
+    assert len(BY_ID) == len(SCENARIOS)
+    for case in SCENARIOS:
+        assert set(case.about) <= set(CLAUSES)
+
+
+# Runners.
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("nothing", "takes gpu-v1 or MODULE:CLASS"),
+        ("no_such_module:Runner", "cannot import no_such_module"),
+        ("collections:NoClass", "has no NoClass"),
+        ("os:path", "is no class"),
+        ("collections:OrderedDict", "is no V1 model runner of vLLM-Omni: it has no _preprocess"),
+    ],
+)
+def test_runners_that_cannot_be_judged(name: str, advice: str) -> None:
+    with pytest.raises(suite.NoRuntimeError, match=advice):
+        suite.load_runner(name)
+
+
+def test_missing_stack_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(suite.importlib, "import_module", fail)  # type: ignore[attr-defined]
+    with pytest.raises(suite.NoRuntimeError, match="Install vLLM-Omni"):
+        suite.load_runner("gpu-v1")
+
+
+def test_classes_by_mode(released: type, mixed: type) -> None:
+    for given in (released, mixed):
+        runner = suite.RunnerClasses("x", given)
+        assert suite.classes_for("released", runner).autoregressive is released
+        ours = suite.classes_for("mixin", runner).autoregressive
+        assert ours.__mro__[ours.__mro__.index(released) - 1].__name__ == "PhaseRoutingMixin"
+    assert suite.classes_for("mixin", suite.RunnerClasses("x", mixed)).autoregressive is mixed
+
+
+def test_the_mixin_is_not_put_on_an_unknown_runner() -> None:
+    stranger = type("Stranger", (), dict.fromkeys(("_preprocess", "_talker_mtp_forward"), lambda self: None))
+    with pytest.raises(UnsupportedRuntimeError, match="Stranger"):
+        suite.classes_for("mixin", suite.RunnerClasses("x", stranger))
+
+
+def test_a_runner_that_cannot_be_set_up_is_no_failure_of_the_contract(released: type) -> None:
+    def broken(self: object, *args: object, **kwargs: object) -> None:
+        raise OSError("no buffers here")
+
+    runner = type("Broken", (released,), {"_make_buffer": broken})
+    with pytest.raises(DriverError, match="cannot set up Broken: OSError: no buffers here"):
+        run_scenario(runner, BY_ID["tail"], Variant("scalar", True), CPU)
+    report = suite.verify(suite.RunnerClasses("x", runner), ("released",), scenarios=[BY_ID["tail"]])
+    by_id = {result.id: result.status for result in report.clauses}
+    assert by_id["M5"] == "error"
+    assert by_id["M1"] == "not_applicable"
+    assert not report.passed("released")
+
+
+def test_generation_scenarios_need_a_generation_runner(mixed: type) -> None:
+    report = suite.verify(suite.RunnerClasses("x", mixed), ("mixin",), scenarios=[BY_ID["generation-runner"]])
+    assert {result.status for result in report.clauses} == {"not_applicable"}
+
+
+# Reports.
+
+
+def test_json(both: Report) -> None:
+    document = json.loads(both.to_json())
+    assert set(document) == {"schema", "runtime", "clauses", "summary"}
+    assert document["schema"] == reports.SCHEMA
+    assert set(document["runtime"]) >= {"packages", "device", "runner"}
+    assert set(document["clauses"][0]) >= {"mode", "id", "tier", "status", "scenarios", "detail"}
+    assert len(document["clauses"]) == 2 * len(CLAUSES)
+    for mode in ("released", "mixin"):
+        assert sum(document["summary"][mode].values()) == len(CLAUSES)
+
+
+def test_junit(both: Report) -> None:
+    suites = ElementTree.fromstring(both.to_junit())
+    by_name = {element.get("name"): element for element in suites}
+    assert by_name["mixin"].get("tests") == str(len(CLAUSES))
+    assert by_name["mixin"].get("failures") == "0"
+    failures = by_name["released"].findall("testcase/failure")
+    assert len(failures) == int(by_name["released"].get("failures", "0")) == both.summary()["released"]["fail"]
+
+
+def test_markdown_keeps_its_columns() -> None:
+    judgement = Judgement("M1", "tail", "scalar", "a | b")
+    report = Report({"device": "cpu"}, (verdict("mixin", CLAUSES["M1"], [judgement]),))
+    (row,) = [line for line in report.to_markdown().splitlines() if line.startswith("| M1")]
+    assert row.replace("\\|", "").count("|") == 6
+
+
+def test_expected_failures() -> None:
+    against = [Judgement("M9", "tail", "scalar", "wrong")]
+    assert verdict("released", CLAUSES["M9"], against).status == "fail"
+    expected = verdict("released", CLAUSES["M9"], against, "known upstream")
+    assert (expected.status, expected.failed) == ("xfail", False)
+    assert "known upstream" in expected.detail
+    stale = verdict("released", CLAUSES["M9"], [Judgement("M9", "tail", "scalar")], "known upstream")
+    assert stale.status == "pass"
+    assert "passes, though" in stale.detail
+
+
+def test_xfail_files() -> None:
+    assert reports.parse_xfails("# known\nM9: stored by hooks  # see upstream\n\nR7: copies\n") == {
+        "M9": "stored by hooks",
+        "R7": "copies",
+    }
+    for text, advice in (("M99: x", "no clause"), ("M9:", "no reason"), ("M9", "no reason"), ("M9: a\nM9: b", "twice")):
+        with pytest.raises(ValueError, match=advice):
+            reports.parse_xfails(text)
