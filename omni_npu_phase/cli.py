@@ -50,6 +50,12 @@ class TierOption(str, Enum):
     all = "all"
 
 
+class DeviceOption(str, Enum):
+    cpu = "cpu"
+    npu = "npu"
+    emulated = "emulated"
+
+
 class FormatOption(str, Enum):
     table = "table"
     json = "json"
@@ -81,8 +87,13 @@ def verify(
         ModeOption, typer.Option(help="Judge the runner as released, with the mixin, or one beside the other.")
     ] = ModeOption.both,
     runner: Annotated[
-        str, typer.Option(help="gpu-v1, the installed vLLM-Omni's V1 runners; or MODULE:CLASS, any V1 runner class.")
+        str,
+        typer.Option(help="gpu-v1 or npu-v1, the installed vLLM-Omni's V1 runners; or MODULE:CLASS, any V1 runner."),
     ] = "gpu-v1",
+    device: Annotated[
+        DeviceOption,
+        typer.Option(help="Where buffers lie: cpu; npu, an Ascend NPU; or emulated, torch_npu without hardware."),
+    ] = DeviceOption.cpu,
     scenario: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Run only this scenario; may be repeated.")
     ] = None,
@@ -121,18 +132,22 @@ def verify(
         judged: tuple[Tier, ...] = ("required", "extended") if tier is TierOption.all else (tier.value,)
         tiers = dict.fromkeys(modes, judged)
 
-    with _progress() as say:
+    # What is loaded here may print (torch_npu does); standard output is the report's.
+    with _progress() as say, contextlib.redirect_stdout(sys.stderr):
         say(f"loading {runner}")
         from omni_npu_phase.conformance import suite
         from omni_npu_phase.runtimes import UnsupportedRuntimeError
 
         try:
+            torch_device = suite.prepare_device(device.value)
             report = suite.verify(
                 suite.load_runner(runner),
                 modes,
                 scenarios=chosen,
                 tiers=tiers,
                 xfails=xfails,
+                device=torch_device,
+                device_name=device.value,
                 advance=lambda current, case: say(f"{current}: {case.id}"),
             )
         except (suite.NoRuntimeError, UnsupportedRuntimeError) as error:

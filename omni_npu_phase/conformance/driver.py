@@ -26,7 +26,7 @@ from omni_npu_phase.mtp import device_side
 
 UNTOUCHED = 100.0
 """What the input embeddings hold before every step, so that a write to a wrong row shows."""
-_MAX_REQUESTS = 16
+_FEWEST_REQUESTS = 16
 _ROWS_BEHIND = 4
 """Rows of the step's buffer behind its spans, as a padded step has them."""
 
@@ -115,11 +115,14 @@ class _Bench:
         spans = [sum(row.span for row in rows) for rows in scenario.steps]
         self.max_tokens = max(spans) + _ROWS_BEHIND
         self.max_len = max(row.prompt + row.computed + row.span for rows in scenario.steps for row in rows) + 8
+        self.max_requests = max(_FEWEST_REQUESTS, *map(len, scenario.steps))
         behaviour = scenario.behaviour
         self.model = recording.named(behaviour.class_name)(
-            behaviour, batched=variant.hook == "batched", mtp=variant.mtp, max_rows=_MAX_REQUESTS, device=device
+            behaviour, batched=variant.hook == "batched", mtp=variant.mtp, max_rows=self.max_requests, device=device
         )
-        self.runner = _make_runner(cls, self.model, scenario, variant, device, self.max_tokens, self.max_len)
+        self.runner = _make_runner(
+            cls, self.model, scenario, variant, device, self.max_requests, self.max_tokens, self.max_len
+        )
         self.model.buffer = device_side(self.runner.inputs_embeds)
         self.hidden = torch.zeros(self.max_tokens, HIDDEN, device=device)
 
@@ -332,6 +335,7 @@ def _make_runner(
     scenario: Scenario,
     variant: Variant,
     device: torch.device,
+    max_requests: int,
     max_tokens: int,
     max_len: int,
 ) -> Any:
@@ -340,7 +344,7 @@ def _make_runner(
     setting = scenario.setting
     runner: Any = object.__new__(cls)
     runner.device, runner.dtype, runner.pin_memory = device, torch.float32, device.type != "cpu"
-    runner.max_num_reqs = _MAX_REQUESTS
+    runner.max_num_reqs = max_requests
     runner.model = model
     runner.phase_mode = variant.mode
     runner.supports_mm_inputs, runner.enable_prompt_embeds = setting.multimodal, setting.ids_absent
@@ -363,34 +367,34 @@ def _make_runner(
     object.__setattr__(runner.vllm_config, "model_config", model_config)
     runner.parallel_config = runner.vllm_config.parallel_config
     runner.compilation_config = runner.vllm_config.compilation_config
-    runner.compilation_config.max_cudagraph_capture_size = _MAX_REQUESTS
+    runner.compilation_config.max_cudagraph_capture_size = max_requests
     runner.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     runner.cudagraph_dispatcher = _Dispatcher(setting.padded)
 
     make = runner._make_buffer
     runner.input_ids = make(max_tokens, dtype=torch.int32)
     runner.inputs_embeds = make(max_tokens, HIDDEN, dtype=torch.float32, numpy=False)
-    runner.query_start_loc = make(_MAX_REQUESTS + 1, dtype=torch.int32)
+    runner.query_start_loc = make(max_requests + 1, dtype=torch.int32)
     runner.is_token_ids = make(max_tokens, dtype=torch.bool)
     device_side(runner.is_token_ids).fill_(True)
     runner.is_mm_embed_buffers = [make(max_tokens, dtype=torch.bool) for _ in range(2)]
     runner.is_mm_embed = runner.is_mm_embed_buffers[0]
     runner.is_mm_embed_idx = 0
     runner.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-    runner.input_batch = _make_input_batch(device, max_tokens, max_len)
+    runner.input_batch = _make_input_batch(device, max_requests, max_tokens, max_len)
     runner._init_talker_mtp()
     if variant.mtp and setting.padded:
         runner.talker_mtp = _captured(model.talker_mtp)
     return runner
 
 
-def _make_input_batch(device: torch.device, max_tokens: int, max_len: int) -> Any:
+def _make_input_batch(device: torch.device, max_requests: int, max_tokens: int, max_len: int) -> Any:
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
     return InputBatch(
         **_accepted(
             InputBatch.__init__,
-            max_num_reqs=_MAX_REQUESTS,
+            max_num_reqs=max_requests,
             max_model_len=max_len,
             max_num_batched_tokens=max_tokens,
             device=device,

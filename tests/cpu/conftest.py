@@ -6,9 +6,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 # Must be set before vLLM configures its logging at import.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+# A busy machine must not fail a test by its time.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every helper held to the same rules: rows land where they belong, results are owned, overlap is no trap."""
+"""Buffer helpers: rows, copies under any overlap, owned results; the base and the CPU helper alike."""
 
 from __future__ import annotations
 
@@ -9,132 +9,221 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_npu_phase import buffers
+from omni_npu_phase.buffers import base
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.cpu import CpuBufferHelper
 
 CPU = torch.device("cpu")
-HELPERS = (BufferHelper, CpuBufferHelper)
-offsets_of_eight = st.lists(st.integers(0, 7), unique=True, max_size=8)
+HELPERS = [BufferHelper, CpuBufferHelper]
+DTYPES = [torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64, torch.uint8]
+
+any_helper = pytest.mark.parametrize("make", HELPERS)
+offsets_of_rows = st.lists(st.integers(0, 9), max_size=10, unique=True)
+contiguous_rows = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda ends: list(range(min(ends), max(ends))))
+located = st.one_of(offsets_of_rows, contiguous_rows)
 
 
-@pytest.fixture(params=HELPERS, ids=lambda cls: cls.__name__)
-def helper(request: pytest.FixtureRequest) -> BufferHelper:
-    made: BufferHelper = request.param(CPU)
-    return made
+def _rows(count: int = 10, width: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(count * width).reshape(count, width).to(dtype)
 
 
-def test_chosen_by_device_type() -> None:
-    assert type(buffers.for_device(CPU)) is CpuBufferHelper
-    assert type(buffers.for_device(torch.device("meta"))) is BufferHelper
+# Locating rows.
 
 
-def test_contiguous_rows_need_no_index(helper: BufferHelper) -> None:
-    assert helper.rows([3, 4, 5]) == slice(3, 6)
+@any_helper
+@given(offsets=located)
+def test_rows_select_the_offsets(make: type[BufferHelper], offsets: list[int]) -> None:
+    rows = make(CPU).rows(offsets)
+    assert torch.arange(10)[rows].tolist() == offsets
+    contiguous = offsets == list(range(offsets[0], offsets[0] + len(offsets))) if offsets else True
+    assert isinstance(rows, slice) == contiguous
+    if isinstance(rows, torch.Tensor):
+        assert rows.dtype == torch.int64
+        assert rows.shape == (len(offsets),)
+
+
+@any_helper
+def test_rows_just_located_are_not_staged_again(make: type[BufferHelper], monkeypatch: pytest.MonkeyPatch) -> None:
+    helper, staged = make(CPU), []
+    stage = helper._stage
+    monkeypatch.setattr(helper, "_stage", lambda values: staged.append(values) or stage(values))
+    first = helper.rows([4, 1])
+    assert helper.rows((4, 1)) is first
+    assert helper.rows(range(3)) == slice(0, 3)
+    helper.rows([1, 4])
+    helper.rows(list(range(200, 0, -1)))
+    assert [values[:2] for values in staged] == [[4, 1], [1, 4], [200, 199]]
     assert helper.rows([]) == slice(0, 0)
-    assert helper.rows([6]) == slice(6, 7)
 
 
-def test_scattered_rows_are_staged_once(helper: BufferHelper) -> None:
-    first = helper.rows([5, 1])
+def test_cpu_helper_stages_into_one_array() -> None:
+    helper = CpuBufferHelper(CPU)
+    first = helper.rows([4, 1])
     assert isinstance(first, torch.Tensor)
-    assert first.dtype == torch.int64
-    assert first.tolist() == [5, 1]
-    assert helper.rows([5, 1]) is first
-    assert list(helper.rows([2, 0, 7])) == [2, 0, 7]
-    assert list(helper.rows(list(range(0, 400, 2)))) == list(range(0, 400, 2))
+    address = first.data_ptr()
+    second = helper.rows([7, 2, 9])
+    assert isinstance(second, torch.Tensor)
+    assert second.data_ptr() == address
+    many = list(range(300, 0, -2))
+    assert torch.arange(301)[helper.rows(many)].tolist() == many
 
 
-@pytest.mark.parametrize("cls", HELPERS)
-@given(offsets=offsets_of_eight)
-def test_put_and_take(cls: type[BufferHelper], offsets: list[int]) -> None:
-    helper = cls(CPU)
-    dest = torch.full((8, 2), -1.0)
+# Copies.
+
+
+@any_helper
+@given(offsets=located, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+def test_take_is_indexing(make: type[BufferHelper], offsets: list[int], dtype: torch.dtype) -> None:
+    helper, source = make(CPU), _rows()
+    out = torch.zeros(len(offsets), 3, dtype=dtype)
+    address = out.data_ptr()
+    helper.take(source, helper.rows(offsets), out=out)
+    assert torch.equal(out, source[offsets].to(dtype).reshape(out.shape))
+    assert out.data_ptr() == address
+
+
+@any_helper
+@given(offsets=located, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+def test_put_is_assignment_by_index(make: type[BufferHelper], offsets: list[int], dtype: torch.dtype) -> None:
+    helper, dest = make(CPU), _rows(dtype=dtype)
+    source = 100 + _rows(len(offsets))
+    wanted = dest.clone()
+    wanted[offsets] = source.to(dtype)
     address = dest.data_ptr()
-    source = torch.arange(2.0 * len(offsets)).reshape(-1, 2)
     helper.put(dest, helper.rows(offsets), source)
-    for row in range(8):
-        wanted = source[offsets.index(row)] if row in offsets else torch.full((2,), -1.0)
-        assert torch.equal(dest[row], wanted)
+    assert torch.equal(dest, wanted)
     assert dest.data_ptr() == address
-    out = torch.zeros(len(offsets), 2)
-    helper.take(dest, helper.rows(offsets), out)
-    assert torch.equal(out, source)
 
 
-@pytest.mark.parametrize("offsets", [[1, 2], [2, 0]])
-def test_dtypes_are_cast(helper: BufferHelper, offsets: list[int]) -> None:
-    ids = torch.zeros(4, dtype=torch.int32)
-    helper.put(ids, helper.rows(offsets), torch.tensor([7, 8], dtype=torch.int64))
-    assert ids[offsets].tolist() == [7, 8]
-    out = torch.zeros(2, dtype=torch.int64)
-    helper.take(ids, helper.rows(offsets), out)
-    assert out.tolist() == [7, 8]
-    host = torch.zeros(2, dtype=torch.bfloat16)
-    helper.copy(host, torch.tensor([1.0, 2.0]))
-    assert host.tolist() == [1.0, 2.0]
+@any_helper
+@given(offsets=located, start=st.integers(0, 9), step=st.integers(1, 3))
+def test_put_from_its_own_buffer(make: type[BufferHelper], offsets: list[int], start: int, step: int) -> None:
+    helper, dest = make(CPU), _rows()
+    source = dest[start::step][: len(offsets)]
+    offsets = offsets[: source.shape[0]]
+    source = source[: len(offsets)]
+    wanted = dest.clone()
+    wanted[offsets] = source.clone()
+    helper.put(dest, helper.rows(offsets), source)
+    assert torch.equal(dest, wanted)
 
 
-@pytest.mark.parametrize("cls", HELPERS)
-@given(start=st.integers(0, 4), source=st.integers(0, 4), reverse=st.booleans())
-def test_overlap(cls: type[BufferHelper], start: int, source: int, reverse: bool) -> None:
-    """A result may be any part of the buffer it goes to (E8)."""
-    helper = cls(CPU)
-    dest = torch.arange(16.0).reshape(8, 2)
-    expected = dest.clone()
-    given_rows = dest[source : source + 4]
-    offsets = list(range(start, start + 4))
-    if reverse:
-        offsets.reverse()
-    expected[offsets] = given_rows.clone()
-    helper.put(dest, helper.rows(offsets), given_rows)
-    assert torch.equal(dest, expected)
+@any_helper
+@pytest.mark.parametrize(
+    ("rows", "source"),
+    [
+        (slice(0, 4), slice(1, 5)),
+        (slice(1, 5), slice(0, 4)),
+        (slice(0, 4), slice(4, 8)),
+        (slice(2, 6), slice(2, 6)),
+    ],
+    ids=["up", "down", "apart", "itself"],
+)
+def test_overlap_in_every_direction(make: type[BufferHelper], rows: slice, source: slice) -> None:
+    helper, dest = make(CPU), _rows()
+    wanted = dest.clone()
+    wanted[rows] = dest[source].clone()
+    helper.put(dest, rows, dest[source])
+    assert torch.equal(dest, wanted)
 
 
-def test_a_buffer_onto_itself_is_no_write(helper: BufferHelper) -> None:
-    dest = torch.zeros(4, 2)
+@any_helper
+def test_columns_and_transposes_of_the_buffer(make: type[BufferHelper]) -> None:
+    helper, dest = make(CPU), _rows(3, 3)
+    wanted = dest.t().clone()
+    helper.put(dest, slice(0, 3), dest.t())
+    assert torch.equal(dest, wanted)
+
+
+@any_helper
+def test_put_onto_itself_writes_nothing(make: type[BufferHelper]) -> None:
+    helper, dest = make(CPU), _rows()
     version = dest._version
-    helper.put(dest, slice(1, 3), dest[1:3])
+    helper.put(dest, slice(2, 5), dest[2:5])
     assert dest._version == version
+    # The same memory under another dtype or stride is no copy of itself.
+    helper.put(dest, slice(0, 3), dest[:3].view(torch.int32))
+    assert dest._version > version
 
 
-def test_snapshot_is_owned(helper: BufferHelper) -> None:
-    source = torch.arange(8.0).reshape(2, 4).t()
-    copy = helper.snapshot(source)
-    wanted = source.clone()
-    source.fill_(0)
-    assert torch.equal(copy, wanted)
-    assert copy.is_contiguous()
+@any_helper
+def test_copy_casts_in_place(make: type[BufferHelper]) -> None:
+    dest = torch.zeros(2, 3, dtype=torch.bfloat16)
+    address = dest.data_ptr()
+    make(CPU).copy(dest, _rows(2))
+    assert torch.equal(dest, _rows(2).bfloat16())
+    assert dest.data_ptr() == address
 
 
-def test_results_of_any_kind_come_back_owned(helper: BufferHelper) -> None:
-    def make() -> list[torch.Tensor]:
-        return [
-            torch.tensor(True),
-            torch.arange(3),
-            torch.tensor([1.5], dtype=torch.bfloat16),
-            torch.empty(0, 4),
-            torch.arange(6.0).reshape(2, 3).t(),
-            torch.tensor(2, dtype=torch.uint8),
-            torch.arange(5, dtype=torch.int16),
-            torch.zeros(3, dtype=torch.complex128),
-        ]
-
-    tensors = make()
-    blocks = [helper.pack(tensors[:3]), helper.pack(tensors[3:])]
-    for tensor in tensors:
-        tensor.zero_()
-    host = helper.fetch(blocks)
-    copies = [*helper.unpack(host[0], tensors[:3]), *helper.unpack(host[1], tensors[3:])]
-    for copy, wanted in zip(copies, make(), strict=True):
-        assert copy.dtype == wanted.dtype
-        assert copy.shape == wanted.shape
-        assert torch.equal(copy, wanted)
+# Results.
 
 
-def test_nothing_to_fetch(helper: BufferHelper) -> None:
-    assert helper.fetch([]) == []
+@any_helper
+def test_snapshot_is_owned_and_contiguous(make: type[BufferHelper]) -> None:
+    source = _rows(4, 4).t().requires_grad_()
+    snapshot = make(CPU).snapshot(source)
+    assert snapshot.is_contiguous()
+    assert not snapshot.requires_grad
+    before = snapshot.clone()
+    with torch.no_grad():
+        source.fill_(9)
+    assert torch.equal(snapshot, before)
 
 
-def test_one_block(helper: BufferHelper) -> None:
-    (host,) = helper.fetch([helper.pack([torch.tensor([4, 5])])])
-    assert helper.unpack(host, [torch.zeros(2, dtype=torch.int64)])[0].tolist() == [4, 5]
+tensors = st.builds(
+    lambda shape, dtype, transposed: (
+        torch.randint(0, 2, shape).to(dtype).t()
+        if transposed and len(shape) == 2
+        else torch.randint(0, 2, shape).to(dtype)
+    ),
+    st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
+
+
+@any_helper
+@given(groups=st.lists(st.lists(tensors, min_size=1, max_size=5), max_size=3))
+def test_packed_tensors_come_back_on_the_host_and_owned(
+    make: type[BufferHelper], groups: list[list[torch.Tensor]]
+) -> None:
+    helper = make(CPU)
+    fetched = helper.fetch([helper.pack(group) for group in groups])
+    back = [helper.unpack(block, group) for block, group in zip(fetched, groups, strict=True)]
+    wanted = [[tensor.clone() for tensor in group] for group in groups]
+    for group in groups:
+        for tensor in group:
+            tensor.zero_()
+    for group, copies in zip(wanted, back, strict=True):
+        for tensor, copy in zip(group, copies, strict=True):
+            assert copy.device == CPU
+            assert copy.dtype == tensor.dtype
+            assert copy.is_contiguous()
+            assert torch.equal(copy, tensor)
+
+
+@any_helper
+def test_writes_to_one_unpacked_tensor_stay_there(make: type[BufferHelper]) -> None:
+    helper = make(CPU)
+    group = [torch.tensor(True), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)]
+    first, second, third = helper.unpack(helper.pack(group), group)
+    second.fill_(5)
+    assert first.item() is True
+    assert third.tolist() == [1, 1]
+
+
+# Choice by device.
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", CpuBufferHelper), ("meta", BufferHelper)])
+def test_helper_is_chosen_by_device_type(device: str, kind: type[BufferHelper]) -> None:
+    helper = buffers.for_device(torch.device(device))
+    assert type(helper) is kind
+    assert helper.device.type == device
+    assert buffers.for_device(torch.device(device)) is not helper
+
+
+def test_base_helper_stages_on_its_device() -> None:
+    rows = base.HELPER(torch.device("meta")).rows([3, 1])
+    assert isinstance(rows, torch.Tensor)
+    assert (rows.device.type, rows.dtype, rows.shape) == ("meta", torch.int64, (2,))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract as code, held against its table and against docs/contract.md."""
+"""The contract as code: phases and eligibility, the registry of clauses, its documentation, and its error."""
 
 from __future__ import annotations
 
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,123 +15,173 @@ from hypothesis import strategies as st
 from omni_npu_phase import contract
 from omni_npu_phase.contract import CLAUSES, ContractError
 
-DOCS = Path(__file__).parents[2] / "docs" / "contract.md"
-TABLE = (
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "contract.md"
+
+# P, C, S, phase, MTP eligible.
+TABLE = [
     (5, 0, 4, "prefill", False),
     (5, 4, 1, "prefill tail", False),
     (5, 5, 1, "decode", True),
     (5, 6, 1, "decode", True),
     (1, 0, 1, "prefill", False),
     (5, 5, 2, "decode", False),
-)
-EXTENDED = {"R10", "T8", "T9", "T10", "T11"}
-lengths = st.integers(0, 12)
+]
+EXTENDED = {"T8", "T9", "T10", "T11", "R10"} | {f"E{number}" for number in range(1, 9)} | {"E5b"}
+
+lengths = st.integers(min_value=0, max_value=6)
 
 
-def _documented_rows(header: str) -> list[list[str]]:
-    lines = DOCS.read_text(encoding="utf-8").splitlines()
-    start = lines.index(header) + 2
-    rows = []
-    for line in lines[start:]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
+# Phases.
 
 
 @pytest.mark.parametrize(("prompt", "computed", "span", "phase", "eligible"), TABLE)
 def test_table(prompt: int, computed: int, span: int, phase: str, eligible: bool) -> None:
     assert contract.phase_name(prompt, computed, span) == phase
-    assert contract.is_prefill(prompt, computed) is phase.startswith("prefill")
-    assert contract.is_mtp_eligible(prompt, computed, span) is eligible
+    assert contract.is_prefill(prompt, computed) == phase.startswith("prefill")
+    assert contract.is_tail(prompt, computed, span) == (phase == "prefill tail")
+    assert contract.is_mtp_eligible(prompt, computed, span) == eligible
 
 
-def test_table_is_the_documented_one() -> None:
-    rows = _documented_rows("| P | C | S | phase | MTP eligible |")
-    found = [(int(p), int(c), int(s), phase, mtp.startswith("yes")) for p, c, s, phase, mtp in rows]
-    assert found == list(TABLE)
-
-
-@given(st.lists(st.tuples(lengths, lengths, lengths), min_size=1, max_size=8))
-def test_a_step_is_its_rows(rows: list[tuple[int, int, int]]) -> None:
-    prompt, computed, span = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
-    assert contract.is_prefill(prompt, computed).tolist() == [contract.is_prefill(p, c) for p, c, _ in rows]
-    assert contract.is_mtp_eligible(prompt, computed, span).tolist() == [contract.is_mtp_eligible(*row) for row in rows]
+@given(st.lists(st.tuples(lengths, lengths, lengths), max_size=12))
+def test_a_step_is_classified_as_its_rows_are(rows: list[tuple[int, int, int]]) -> None:
+    prompt, computed, span = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    prefill = contract.is_prefill(prompt, computed)
+    eligible = contract.is_mtp_eligible(prompt, computed, span)
+    assert prefill.dtype == eligible.dtype == np.bool_
+    assert prefill.tolist() == [contract.is_prefill(p, c) for p, c, _ in rows]
+    assert eligible.tolist() == [contract.is_mtp_eligible(*row) for row in rows]
 
 
 @given(lengths, lengths, lengths)
-def test_marks(prompt: int, computed: int, span: int) -> None:
-    if contract.is_tail(prompt, computed, span):
-        assert contract.phase_name(prompt, computed, span) == "prefill tail"
-        assert not contract.is_mtp_eligible(prompt, computed, span)
-    if contract.crosses(prompt, computed, span):
-        assert span > 1
-        assert contract.is_prefill(prompt, computed)
-    if contract.is_replay(prompt, computed, span, known=computed + span + 1):
-        assert not contract.is_prefill(prompt, computed)
-    assert not contract.is_replay(prompt, computed, span, known=computed + span)
+def test_phases_of_one_row_agree(prompt: int, computed: int, span: int) -> None:
+    prefill = contract.is_prefill(prompt, computed)
+    assert type(prefill) is bool
+    assert type(contract.is_mtp_eligible(prompt, computed, span)) is bool
+    assert not (prefill and contract.is_mtp_eligible(prompt, computed, span))
+    assert not contract.is_tail(prompt, computed, span) or prefill
+    assert not contract.crosses(prompt, computed, span) or (prefill and span > 1)
 
 
-def test_registry() -> None:
-    assert list(CLAUSES)[:3] == ["M1", "M2", "M3"]
-    assert [clause_id for clause_id in CLAUSES if clause_id[0] == "E"] == [
-        "E1", "E2", "E3", "E4", "E5", "E5b", "E6", "E7", "E8",
-    ]  # fmt: skip
-    assert [clause_id for clause_id in CLAUSES if clause_id[0] == "R"][-1] == "R10"
-    assert len(CLAUSES) == 10 + 10 + 11 + 9
-    for clause_id, clause in CLAUSES.items():
-        assert clause.id == clause_id
-        assert clause.tier == ("extended" if clause_id in EXTENDED or clause_id[0] == "E" else "required")
-        assert clause.sentence.endswith(".")
+@pytest.mark.parametrize(
+    ("prompt", "computed", "span", "crosses"),
+    [(5, 3, 3, True), (5, 3, 2, False), (5, 5, 2, False), (5, 4, 2, True), (5, 0, 4, False), (0, 0, 3, False)],
+)
+def test_spans_that_cross_the_prompt_boundary(prompt: int, computed: int, span: int, crosses: bool) -> None:
+    assert contract.crosses(prompt, computed, span) == crosses
 
 
-def test_docs_and_registry_say_the_same() -> None:
-    documented: dict[str, tuple[str, str]] = {}
-    for line in DOCS.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 3 and cells[1] in ("required", "extended"):
-            documented[cells[0]] = (cells[1], cells[2])
-    assert documented == {clause.id: (clause.tier, clause.sentence) for clause in CLAUSES.values()}
+@pytest.mark.parametrize(
+    ("prompt", "computed", "span", "known", "replay"),
+    [
+        (5, 5, 1, 8, True),
+        (5, 7, 1, 8, False),
+        (5, 6, 2, 8, False),
+        (5, 6, 2, 9, True),
+        (5, 4, 1, 8, False),
+    ],
+)
+def test_replayed_rows(prompt: int, computed: int, span: int, known: int, replay: bool) -> None:
+    assert contract.is_replay(prompt, computed, span, known) == replay
 
 
-def test_docs_name_no_unknown_clause() -> None:
+@pytest.mark.parametrize(
+    ("computed", "span", "tail"), [(4, 1, True), (0, 1, False), (3, 1, False), (3, 2, False), (5, 1, False)]
+)
+def test_tails_of_a_prompt_of_five(computed: int, span: int, tail: bool) -> None:
+    assert contract.is_tail(5, computed, span) == tail
+
+
+# The registry.
+
+
+def test_clauses_are_in_contract_order() -> None:
+    groups = {"M": 10, "R": 10, "T": 11, "E": 8}
+    ids = [f"{group}{number}" for group, count in groups.items() for number in range(1, count + 1)]
+    ids.insert(ids.index("E5") + 1, "E5b")
+    assert list(CLAUSES) == ids
+    assert all(clause.id == clause_id for clause_id, clause in CLAUSES.items())
+
+
+def test_tiers() -> None:
+    assert {clause.id for clause in CLAUSES.values() if clause.tier == "extended"} == EXTENDED
+    assert {clause.tier for clause in CLAUSES.values()} == {"required", "extended"}
+
+
+def test_each_clause_is_one_sentence() -> None:
+    for clause in CLAUSES.values():
+        assert re.fullmatch(r"\S.*[^.]\.", clause.sentence), clause
+        assert ". " not in clause.sentence, clause
+        assert "\n" not in clause.sentence, clause
+
+
+def test_fields() -> None:
+    assert contract.FIELDS == ("_omni_prompt_len", "_omni_num_computed_tokens", "_omni_is_prefill")
+    assert {name: contract.FIELD_TYPES[name] for name in contract.FIELDS} == dict(
+        zip(contract.FIELDS, (int, int, bool), strict=True)
+    )
+
+
+# The documentation says what the registry says.
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_documented_table_is_the_table() -> None:
+    lines = DOCS.read_text(encoding="utf-8").splitlines()
+    start = lines.index("| P | C | S | phase | MTP eligible |")
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        prompt, computed, span, phase, eligible = _cells(line)
+        assert eligible.split()[0] in ("yes", "no")
+        rows.append((int(prompt), int(computed), int(span), phase, eligible == "yes"))
+    assert rows == TABLE
+
+
+def test_documented_clauses_are_the_registry() -> None:
+    rows = re.findall(r"^\| ([MRTE]\d+b?) \|(.*)\|$", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    documented = [(clause_id, *_cells(rest)) for clause_id, rest in rows]
+    assert documented == [(clause.id, clause.tier, clause.sentence) for clause in CLAUSES.values()]
+
+
+def test_documentation_names_no_unknown_clause() -> None:
     named = set(re.findall(r"\b[MRTE]\d+b?\b", DOCS.read_text(encoding="utf-8")))
-    assert named <= set(CLAUSES)
+    assert named == set(CLAUSES)
 
 
-def test_documented_hooks_run() -> None:
-    """The example in the docs slices a prompt by the progress it is told."""
-    import torch
-
-    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.S)
-    namespace: dict[str, Any] = {}
-    exec(code[0], namespace)
-    talker = namespace["Talker"]()
-    prompt = torch.arange(20.0).reshape(5, 4)
-    info = {contract.IS_PREFILL: True, contract.NUM_COMPUTED: 4, "prompt": {"embeds": prompt}}
-    _, embeds, updates = talker.preprocess(torch.tensor([9]), torch.zeros(1, 4), **info)
-    assert torch.equal(embeds, prompt[4:5])
-    assert updates == {}
-    talker.embed = lambda ids: torch.ones(ids.shape[0], 4)
-    state = {"state": {"hidden": torch.zeros(4), "text": torch.ones(4)}, contract.IS_PREFILL: False}
-    assert set(talker.preprocess(torch.tensor([9]), torch.zeros(1, 4), **state)[2]) == {contract.MTP_INPUTS}
-    ids = torch.tensor([1, 2])
-    values = talker.preprocess_decode_batch(ids, [state, state])
-    assert values[0] is ids
-    assert [tuple(part.shape) for part in values[1:4]] == [(2, 4)] * 3
+# The error.
 
 
-def test_error_says_who_and_what() -> None:
-    error = ContractError("E5b", hook="hook", requests=["a", "b"], rows=[1, 2], expected="2 rows", actual="1")
-    text = str(error)
-    for part in ("[E5b]", "hook hook", "requests 'a', 'b'", "rows 1, 2", "expected 2 rows, got 1"):
-        assert part in text
-    assert CLAUSES["E5b"].sentence in text
-    alone = str(ContractError("E4", requests=["a"], rows=[0], expected="x", actual="y"))
-    assert alone.startswith("[E4] request 'a', row 0: ")
+def _error(**changes: object) -> ContractError:
+    parts = {"hook": "preprocess", "requests": ["a"], "rows": [3], "expected": "4 rows", "actual": "9"}
+    return ContractError("E5", **{**parts, **changes})  # type: ignore[arg-type]
 
 
-def test_error_crosses_processes() -> None:
-    error = ContractError("E4", requests=["a"], rows=[3], expected="x", actual="y")
+def test_error_names_clause_hook_requests_rows_expected_and_actual() -> None:
+    sentence = CLAUSES["E5"].sentence
+    assert str(_error()) == f"[E5] hook preprocess, request 'a', row 3: expected 4 rows, got 9. ({sentence})"
+    many = str(_error(hook=None, requests=["a", "b"], rows=[0, 2]))
+    assert many == f"[E5] requests 'a', 'b', rows 0, 2: expected 4 rows, got 9. ({sentence})"
+
+
+def test_error_survives_pickling() -> None:
+    error = _error(requests=("a", "b"), rows=range(2))
     copy = pickle.loads(pickle.dumps(error))
-    assert (copy.clause, copy.hook, copy.requests, copy.rows, str(copy)) == ("E4", None, ("a",), (3,), str(error))
+    assert type(copy) is ContractError
+    assert str(copy) == str(error)
+    assert (copy.clause, copy.hook, copy.requests, copy.rows, copy.expected, copy.actual) == (
+        "E5",
+        "preprocess",
+        ("a", "b"),
+        (0, 1),
+        "4 rows",
+        "9",
+    )
+
+
+def test_error_of_an_unknown_clause_cannot_be_made() -> None:
+    with pytest.raises(KeyError, match="X1"):
+        ContractError("X1", requests=[], rows=[], expected="", actual="")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: every row once, runs as the contract groups them, and bad lengths refused."""
+"""The plan of a step: what every row is, and which rows one hook call takes."""
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,75 +13,97 @@ from hypothesis import strategies as st
 
 from omni_npu_phase import contract
 from omni_npu_phase.contract import ContractError
-from omni_npu_phase.plan import StepPlan, plan_step
+from omni_npu_phase.plan import Run, StepPlan, plan_step
 
-row_lengths = st.tuples(st.integers(0, 6), st.integers(0, 8), st.integers(0, 3), st.integers(0, 1))
+# P, C, S and the free buffer rows before the row's own.
+rows_of_a_step = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2), st.sampled_from([0, 0, 0, 1])), max_size=12
+)
 
 
 def _plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
-    """Rows as (P, C, S, gap before the row)."""
-    offsets, at = [], 0
+    offsets, end = [], 0
     for _, _, span, gap in rows:
-        at += gap
-        offsets.append(at)
-        at += span
-    names = [f"r{row}" for row in range(len(rows))]
-    columns = [[row[index] for row in rows] for index in range(3)]
-    return plan_step(names, *columns, offsets, buffer_rows=at)
+        offsets.append(end + gap)
+        end += gap + span
+    columns = [[row[column] for row in rows] for column in range(3)]
+    return plan_step([f"r{index}" for index in range(len(rows))], *columns, offsets, buffer_rows=end)
 
 
-@given(st.lists(row_lengths, max_size=10), st.booleans())
-def test_runs(rows: list[tuple[int, int, int, int]], batched: bool) -> None:
-    step = _plan(rows)
-    runs = list(step.runs(batched=batched))
+@given(rows_of_a_step)
+def test_rows_are_what_the_contract_says(rows: list[tuple[int, int, int, int]]) -> None:
+    plan = _plan(rows)
+    assert len(plan) == len(rows)
+    for index, (prompt, computed, span, _) in enumerate(rows):
+        assert plan.prefill[index] == contract.is_prefill(prompt, computed)
+        assert plan.eligible[index] == contract.is_mtp_eligible(prompt, computed, span)
+        fields = plan.fields(index)
+        assert list(fields.values()) == [prompt, computed, computed < prompt]
+        # Hooks are handed these as they are.
+        assert {name: type(value) for name, value in fields.items()} == dict(contract.FIELD_TYPES)
+
+
+@given(rows_of_a_step, st.booleans())
+def test_runs_partition_the_rows_in_order(rows: list[tuple[int, int, int, int]], batched: bool) -> None:
+    runs = list(_plan(rows).runs(batched=batched))
     assert [row for run in runs for row in run.rows] == list(range(len(rows)))
+
+
+@given(rows_of_a_step)
+def test_without_a_batched_hook_every_row_is_alone(rows: list[tuple[int, int, int, int]]) -> None:
+    assert list(_plan(rows).runs(batched=False)) == [Run(row, row + 1, False) for row in range(len(rows))]
+
+
+@given(rows_of_a_step)
+def test_batched_runs_are_eligible_contiguous_and_maximal(rows: list[tuple[int, int, int, int]]) -> None:
+    plan = _plan(rows)
+    runs = list(plan.runs(batched=True))
     for run in runs:
-        if run.batched:
-            assert batched
-            assert all(step.eligible[row] for row in run.rows)
-            assert [step.offsets[row] - step.offsets[run.start] for row in run.rows] == list(range(len(run.rows)))
-        else:
-            assert len(run.rows) == 1
-            assert not (batched and step.eligible[run.start])
-    for one, other in itertools.pairwise(runs):
-        touching = step.offsets[other.start] == step.offsets[one.stop - 1] + 1
-        assert not (one.batched and other.batched and touching), "a run was cut in two"
+        assert run.batched == plan.eligible[run.start]
+        assert all(plan.eligible[row] for row in run.rows) if run.batched else len(run.rows) == 1
+        offsets = [plan.offsets[row] for row in run.rows]
+        assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
+    for before, after in pairwise(runs):
+        adjacent = plan.offsets[after.start] == plan.offsets[after.start - 1] + 1
+        assert not (before.batched and after.batched and adjacent)
 
 
-@given(st.lists(row_lengths, min_size=1, max_size=10))
-def test_fields(rows: list[tuple[int, int, int, int]]) -> None:
-    step = _plan(rows)
-    assert len(step) == len(rows)
-    for row, (prompt, computed, _, _) in enumerate(rows):
-        fields = step.fields(row)
-        assert fields == dict(zip(contract.FIELDS, (prompt, computed, computed < prompt), strict=True))
-        assert {name: type(value) for name, value in fields.items()} == contract.FIELD_TYPES
-
-
-def test_numpy_and_tensor_lengths() -> None:
-    import torch
-
-    step = plan_step(["a"], np.array([3], dtype=np.int32), torch.tensor([1]), [2], torch.tensor([0]), buffer_rows=2)
-    assert step.fields(0) == {contract.PROMPT_LEN: 3, contract.NUM_COMPUTED: 1, contract.IS_PREFILL: True}
+def test_gap_between_offsets_splits_a_run() -> None:
+    decodes = [(1, 2, 1, gap) for gap in (0, 0, 1, 0)]
+    assert list(_plan(decodes).runs(batched=True)) == [Run(0, 2, True), Run(2, 4, True)]
 
 
 def test_empty_step() -> None:
-    step = plan_step([], [], [], [], [], buffer_rows=0)
-    assert len(step) == 0
-    assert list(step.runs(batched=True)) == []
+    plan = plan_step([], [], [], [], [], buffer_rows=0)
+    assert len(plan) == 0
+    assert list(plan.runs(batched=True)) == list(plan.runs(batched=False)) == []
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+def test_any_integer_array_gives_python_values(dtype: Any) -> None:
+    plan = plan_step(["a"], *(np.array([value], dtype=dtype) for value in (5, 4, 1, 0)), buffer_rows=4)
+    for values in (plan.prompt_lens, plan.num_computed, plan.spans, plan.offsets):
+        assert type(values[0]) is int
+    assert type(plan.prefill[0]) is type(plan.eligible[0]) is bool
 
 
 @pytest.mark.parametrize(
-    ("prompt", "computed", "span", "offset", "named"),
+    ("column", "value", "expected", "actual"),
     [
-        (-1, 0, 1, 1, "prompt length"),
-        (3, -2, 1, 1, "progress"),
-        (3, 0, -1, 1, "span"),
-        (3, 0, 1, -1, "offset"),
-        (3, 0, 4, 1, "within 4 rows"),
+        (0, -1, "a prompt length of at least 0", "-1"),
+        (1, -2, "a progress of at least 0", "-2"),
+        (2, -1, "a span of at least 0", "-1"),
+        (3, -3, "an offset of at least 0", "-3"),
+        (2, 4, "a span that ends within 6 rows", "7"),
+        (3, 6, "a span that ends within 6 rows", "7"),
     ],
 )
-def test_refused(prompt: int, computed: int, span: int, offset: int, named: str) -> None:
-    with pytest.raises(ContractError, match=named) as caught:
-        plan_step(["fine", "bad"], [2, prompt], [2, computed], [1, span], [0, offset], buffer_rows=4)
-    assert (caught.value.clause, caught.value.requests, caught.value.rows) == ("E4", ("bad",), (1,))
+def test_impossible_rows_are_refused_by_name(column: int, value: int, expected: str, actual: str) -> None:
+    columns = [[4, 4], [4, 6], [1, 1], [0, 3]]
+    assert len(plan_step(["a", "b"], *columns, buffer_rows=6)) == 2
+    columns[column][1] = value
+    with pytest.raises(ContractError) as caught:
+        plan_step(["a", "b"], *columns, buffer_rows=6)
+    error = caught.value
+    assert (error.clause, error.hook, error.requests, error.rows) == ("E4", None, ("b",), (1,))
+    assert (error.expected, error.actual) == (expected, actual)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hooks may return, case by case: accepted, tolerated, or an error that says what was expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from omni_npu_phase import results
+from omni_npu_phase.contract import MTP_INPUTS, ContractError
+from omni_npu_phase.results import Call, Deviations
+
+WIDTH = 4
+IDS = torch.tensor([7])
+
+
+def _call(rows: int = 1, mode: results.Mode = "on") -> Call:
+    return Call(
+        "hook", [f"r{row}" for row in range(rows)], range(rows), torch.zeros(8, WIDTH), object(), Deviations(mode)
+    )
+
+
+def _scalar(raw: Any, *, span: int = 1, mtp_width: int | None = WIDTH, mode: results.Mode = "on") -> Any:
+    return results.scalar_result(_call(mode=mode), raw, span=span, given_ids=IDS, mtp_width=mtp_width)
+
+
+def _pair(*shape: int) -> dict[str, Any]:
+    return {MTP_INPUTS: (torch.zeros(shape), torch.ones(shape))}
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (1, 1, WIDTH)])
+def test_mtp_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
+    result = _scalar((IDS, torch.zeros(1, WIDTH), _pair(*shape)))
+    assert [tuple(part.shape) for part in result.mtp_inputs] == [(1, WIDTH)] * 2
+
+
+def test_mtp_inputs_of_a_row_that_is_not_eligible() -> None:
+    assert _scalar((IDS, torch.zeros(1, WIDTH), _pair(WIDTH)), mtp_width=None).mtp_inputs is None
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        ({MTP_INPUTS: torch.zeros(2, WIDTH)}, "as two tensors"),
+        ({MTP_INPUTS: (torch.zeros(WIDTH),)}, "as two tensors"),
+        ({MTP_INPUTS: (torch.zeros(WIDTH), None)}, "as two tensors"),
+        (_pair(WIDTH + 1), f"of {WIDTH} elements each"),
+        ({MTP_INPUTS: (torch.zeros(WIDTH), torch.zeros(WIDTH, dtype=torch.int64))}, "text step of a floating dtype"),
+        ({MTP_INPUTS: (torch.empty(WIDTH, device="meta"), torch.zeros(WIDTH))}, "hidden states on cpu"),
+    ],
+)
+def test_bad_mtp_inputs(updates: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ContractError, match=expected):
+        _scalar((IDS, torch.zeros(1, WIDTH), updates))
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (None, "got NoneType"),
+        ("abc", "got str"),
+        ({1: 1, 2: 2, 3: 3}, "got dict"),
+        (torch.zeros(3, WIDTH), r"got \(3, 4\)"),
+        ((IDS, None, {}), "inputs_embeds as a tensor, got NoneType"),
+        ((IDS, torch.zeros(WIDTH), {}), r"of shape \(rows, 4\)"),
+        ((torch.tensor([True]), torch.zeros(1, WIDTH), _pair(WIDTH)), "input_ids of an integer dtype"),
+        ((torch.empty(1, dtype=torch.int64, device="meta"), torch.zeros(1, WIDTH), _pair(WIDTH)), "input_ids on cpu"),
+        ((IDS, torch.zeros(0, WIDTH), _pair(WIDTH)), "an embedding row for MTP, got none"),
+    ],
+)
+def test_bad_scalar_results(raw: Any, expected: str) -> None:
+    with pytest.raises(ContractError, match=expected):
+        _scalar(raw)
+
+
+@pytest.mark.parametrize("ids", [None, [7], torch.tensor([7, 8])])
+def test_ids_that_are_ignored(ids: Any) -> None:
+    assert _scalar((ids, torch.zeros(1, WIDTH), _pair(WIDTH))).ids is None
+    with pytest.raises(ContractError, match="expected 1 token ids"):
+        _scalar((ids, torch.zeros(1, WIDTH), _pair(WIDTH)), mode="strict")
+
+
+def test_ids_are_counted_against_the_rows_written() -> None:
+    """As released: with one row too few, as many ids as rows are still written."""
+    result = _scalar((torch.tensor([[1, 2]]), torch.zeros(2, WIDTH), {}), span=3, mtp_width=None)
+    assert result.ids.tolist() == [1, 2]
+    assert result.embeds.shape == (2, WIDTH)
+
+
+def _batch(**changes: Any) -> tuple[Any, ...]:
+    values = {
+        "ids": torch.tensor([1, 2]),
+        "embeds": torch.zeros(2, WIDTH),
+        "hidden": torch.zeros(2, WIDTH),
+        "text_step": torch.zeros(2, WIDTH),
+        "updates": [{}, {}],
+        **changes,
+    }
+    return tuple(values.values())
+
+
+def test_good_batches() -> None:
+    given = torch.tensor([1, 2])
+    same = results.batch_result(_call(2), _batch(ids=given), given_ids=given, mtp_width=WIDTH)
+    assert same.ids is None
+    other = results.batch_result(_call(2), _batch(ids=torch.tensor([[3], [4]])), given_ids=given, mtp_width=WIDTH)
+    assert other.ids.tolist() == [3, 4]
+    plain = results.batch_result(_call(2), (given, torch.zeros(2, WIDTH), ({}, {})), given_ids=given, mtp_width=None)
+    assert plain.hidden is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ids": None}, "input_ids as a tensor, got NoneType"),
+        ({"hidden": None}, r"hidden_states of shape \(2, 4\), got NoneType"),
+        ({"text_step": torch.zeros(2, WIDTH, dtype=torch.int32)}, "text_step of a floating dtype"),
+        ({"updates": {"r0": {}, "r1": {}}}, "a sequence of updates, one per request, got dict"),
+        ({"updates": iter([{}, {}])}, "a sequence of updates"),
+    ],
+)
+def test_bad_batches(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ContractError, match=expected) as caught:
+        results.batch_result(_call(2), _batch(**changes), given_ids=None, mtp_width=WIDTH)
+    assert (caught.value.clause, caught.value.requests, caught.value.hook) == ("E5b", ("r0", "r1"), "hook")
+
+
+def test_deviations_are_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
+    call = _call()
+    for kind in ("rows", "rows", "ids"):
+        call.deviation("E5", kind, "x", "y")
+    assert len(caplog.records) == 2

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance scenarios on vLLM-Omni's NPU runners: routing is what it is on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from omni_npu_phase.conformance import suite
+from omni_npu_phase.conformance.driver import run_scenario
+from omni_npu_phase.conformance.judge import judge
+from omni_npu_phase.conformance.scenarios import SCENARIOS, Scenario
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
+def test_scenario(scenario: Scenario, runner: suite.RunnerClasses, device: Any) -> None:
+    cls = runner.of(scenario)
+    assert cls is not None
+    judgements = [
+        judgement
+        for variant in suite.variants(scenario, "mixin")
+        for judgement in judge(run_scenario(cls, scenario, variant, device))
+    ]
+    assert [judgement for judgement in judgements if not judgement.holds] == []
+    assert set(scenario.about) <= {judgement.clause for judgement in judgements}
+
+
+def test_the_classes_are_the_released_ones(runner: suite.RunnerClasses) -> None:
+    from vllm_omni.platforms.npu.worker.npu_model_runner import OmniNPUModelRunner
+    from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+
+    from omni_npu_phase import PhaseRoutingMixin
+
+    assert runner.generation is not None
+    for cls in (runner.autoregressive, runner.generation):
+        names = [base for base in cls.__mro__ if base in (PhaseRoutingMixin, OmniNPUModelRunner, OmniGPUModelRunner)]
+        assert names == [PhaseRoutingMixin, OmniNPUModelRunner, OmniGPUModelRunner]
+
+
+@pytest.mark.hardware
+def test_rows_of_a_captured_graph(device: Any) -> None:
+    """A captured graph replays on the same addresses, with padding behind the rows."""
+    import torch
+
+    from omni_npu_phase import buffers
+
+    helper = buffers.for_device(device)
+    dest, source = torch.zeros(8, 4, device=device), torch.ones(3, 4, device=device)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        helper.put(dest, slice(2, 5), source)
+    source.fill_(2)
+    graph.replay()
+    assert dest[2:5].eq(2).all()
+    assert dest[:2].eq(0).all()
