@@ -47,6 +47,7 @@ Where it goes and what goes in:
                        fixed.  torchvision, torchaudio and torchcodec are left out:
                        beside a CPU torch they fail on import.
   ci/pins/tools.txt    what tests, checks and builds need.
+  ci/pins/npu.txt      torch_npu, in a folder of its own, for the emulated device.
   this checkout        editable, so that a change needs no reinstall.
 
 Change a pin file and the next run makes the environment anew; change
@@ -99,6 +100,17 @@ def location() -> Path:
     return Path(chosen).absolute() if chosen else ROOT / ".venv"
 
 
+def npu_overlay(venv: Path | None = None) -> Path:
+    """Return the folder to put first on PYTHONPATH for torch_npu; it is not on the environment's own path."""
+    return (venv or location()) / "overlays" / "torch-npu"
+
+
+def emulated_variables() -> dict[str, str]:
+    """Return the variables of a process that uses the emulated Ascend device."""
+    path = os.pathsep.join(filter(None, [str(npu_overlay()), str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": "0"}
+
+
 def _prepare(venv: Path) -> None:
     if not _pins_match(venv):
         _make(venv)
@@ -121,19 +133,24 @@ def _make(venv: Path) -> None:
     _say(f"making {venv}; this happens once and takes a few minutes")
     _write_stamp(venv, environment="", checkout="")
 
-    _step(venv, "1/5 new environment", [python, "-m", "venv", str(venv)])
+    _step(venv, "1/6 new environment", [python, "-m", "venv", str(venv)])
     # This small step also tells an unreachable index from a failing package, early.
     _pip(
         venv,
-        "2/5 build tools",
+        "2/6 build tools",
         ["--no-deps", "--retries", "1", "--timeout", "20", *_pinned("setuptools", "wheel")],
     )
     # Constrained, so that the next step has nothing of torch's to replace.
-    _pip(venv, "3/5 PyTorch", ["-c", _pin_file("stack"), "-r", _pin_file("torch")])
+    _pip(venv, "3/6 PyTorch", ["-c", _pin_file("stack"), "-r", _pin_file("torch")])
     _pip(
         venv,
-        "4/5 vLLM, vLLM-Omni and tools",
+        "4/6 vLLM, vLLM-Omni and tools",
         ["--no-deps", "-r", _pin_file("stack"), "-r", _pin_file("tools")],
+    )
+    _pip(
+        venv,
+        "5/6 torch_npu for the emulated device",
+        ["--no-deps", "--target", str(npu_overlay(venv)), "-r", _pin_file("npu")],
     )
 
 
@@ -141,7 +158,7 @@ def _install_checkout(venv: Path) -> None:
     if not (ROOT / "pyproject.toml").exists():
         raise PreparationError(f"{ROOT} has no pyproject.toml; is the checkout complete?")
     _write_stamp(venv, environment=_environment_key(venv), checkout="")
-    _pip(venv, "5/5 this checkout", ["--no-deps", "--no-build-isolation", "-e", str(ROOT)])
+    _pip(venv, "6/6 this checkout", ["--no-deps", "--no-build-isolation", "-e", str(ROOT)])
 
 
 # What is there already

@@ -2,7 +2,7 @@
 """The judge: holds a recording against what its rows must show, clause by clause.
 
 A judgement is evidence for a clause: passed, or failed with what was seen. A clause that a run says nothing about gets
-no judgement, and no T clause is judged in a run in which MTP never ran for a row: it would pass because MTP was off.
+no judgement, and no T clause passes in a run in which MTP never ran for a row: it would pass because MTP was off.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def judge(run: Recording) -> list[Judgement]:
     return [
         Judgement(clause, scenario.id, str(run.variant), seen)
         for clause, seen in findings
-        if clause in only and (mtp_ran or not clause.startswith("T"))
+        if clause in only and (seen or mtp_ran or not clause.startswith("T"))
     ]
 
 
@@ -420,6 +420,10 @@ def _mtp_batch(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Ite
     listing = f"MTP ran for {_requests(run, entered)}"
     if eligible:
         yield "T1", "" if entered == wanted else listing
+        if run.scenario.behaviour.ids == "new":
+            given = [token_id for call in step.log.mtp for token_id in call.token_ids]
+            returned = all(placed.token + NEW_IDS in given for placed in eligible)
+            yield "R7", "" if returned else "MTP was not given the token ids that the hooks returned"
         calls = len(step.log.mtp)
         if run.scenario.setting.seeds and not one_stream:
             yield "T8", "" if calls == 1 else f"{calls} MTP calls for {len(eligible)} rows"
@@ -501,6 +505,9 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             wanted = _wanted_embeds(run, placed) if len(placed.calls) == 1 else None
             found = (step.embeds or [])[placed.start : placed.start + placed.row.span]
             yield clause, "" if found == wanted else f"{placed}: not handled as the released runner does"
+        spans = {placed.start + index for placed in rows for index in range(placed.row.span)}
+        reached = [row for row, embeds in enumerate(step.embeds or []) if row not in spans and embeds[0] != UNTOUCHED]
+        yield clause, f"rows {reached} behind the spans were written" if reached else ""
 
 
 def _lacks_mtp_inputs(run: Recording) -> bool:

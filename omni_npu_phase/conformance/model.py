@@ -268,7 +268,7 @@ class RecordingModel:
         return {**mark, **_HOSTILE} if self.behaviour.updates == "fields" else mark
 
     def _noise(self, keywords: Mapping[str, Any], count: int) -> list[int]:
-        if "generators" in keywords:
+        if "generators" in keywords and self.talker_mtp_accepts_per_row_generators:
             return [0 if generator is None else draw(generator) for generator in keywords["generators"]]
         if keywords.get("generator") is not None:
             return [draw(keywords["generator"]) for _ in range(count)]

@@ -1,583 +1,643 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken runners: the mixin with one guard taken out each, and the clause that must catch it."""
+"""Mutants: broken versions of the package, each with the clauses that must notice.
+
+A guard is worth what it catches. A mutant changes functions, methods or properties of the package for as long as a test
+runs; a replacement is called with the original first, and keeps what it must remember on the runner it breaks.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from omni_npu_phase import contract, mixin, mtp, plan, results, routing, state
+from omni_npu_phase import contract, mixin, plan, results, routing
 from omni_npu_phase.buffers.base import BufferHelper
-from omni_npu_phase.buffers.cpu import CpuBufferHelper
+from omni_npu_phase.conformance.model import NEW_IDS
 from omni_npu_phase.contract import FIELDS, MTP_INPUTS, ContractError
+from omni_npu_phase.mixin import PhaseRoutingMixin
+from omni_npu_phase.mtp import TalkerMtp, mtp_inputs
 from omni_npu_phase.plan import Run, StepPlan
+from omni_npu_phase.results import BatchResult, Call, Deviations
+from omni_npu_phase.state import StateWrites, live_info
 
-Patch = Callable[[pytest.MonkeyPatch], None]
+_Phase, _Port = mixin._Phase, mixin._RunnerPort
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One attribute of the package, and what is called in its place: ``instead(original, *args, **keywords)``."""
+
+    owner: type | ModuleType
+    name: str
+    instead: Callable[..., Any]
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault: which clause must catch it, and how it is brought in."""
+    """A broken version of the package.
+
+    ``caught_by``: clauses that must each have a failing judgement. ``raises``: names of the errors it ends steps in;
+    any other is a mistake in the mutant and no evidence. ``also``: scenarios to run beside those about the clauses.
+    """
 
     name: str
-    clause: str
-    apply: Patch
+    caught_by: tuple[str, ...]
+    breaks: str
+    changes: tuple[Change, ...]
+    raises: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
+    def apply(self, patch: pytest.MonkeyPatch) -> dict[str, int]:
+        """Put every change in place until ``patch`` is undone; gives the number of calls of each, which goes up."""
+        calls: dict[str, int] = {}
+        for change in self.changes:
+            _put(change, patch, calls)
+        return calls
 
-def _plans(change: Callable[[StepPlan], StepPlan]) -> Patch:
-    """Change every plan right after it was made."""
 
-    def apply(patch: pytest.MonkeyPatch) -> None:
-        made = mixin.plan_step
-        patch.setattr(mixin, "plan_step", lambda *args, **kwargs: change(made(*args, **kwargs)))
+def _put(change: Change, patch: pytest.MonkeyPatch, calls: dict[str, int]) -> None:
+    label = str(change)
+    calls[label] = 0
+    found = inspect.getattr_static(change.owner, change.name)
+    original = found.fget if isinstance(found, property) else found
 
-    return apply
+    @functools.wraps(original)
+    def counted(*args: Any, **keywords: Any) -> Any:
+        calls[label] += 1
+        return change.instead(original, *args, **keywords)
 
+    patch.setattr(change.owner, change.name, property(counted) if isinstance(found, property) else counted)
 
-def _phases(prefill: Callable[[int, int, int], bool]) -> Patch:
-    """Decide the phase, and with it MTP eligibility, in another way from P, C and S."""
 
-    def change(step: StepPlan) -> StepPlan:
-        rows = list(zip(step.prompt_lens, step.num_computed, step.spans, strict=True))
-        phases = [prefill(*row) for row in rows]
-        eligible = [span == 1 and not phase for (_, _, span), phase in zip(rows, phases, strict=True)]
-        return replace(step, prefill=phases, eligible=eligible)
+# The plan: lengths, phases, order.
 
-    return _plans(change)
 
+def _replanned(alter: Callable[[Any, StepPlan], StepPlan]) -> Change:
+    """The step's plan as ``alter(runner, plan)`` makes it."""
+    return Change(mixin, "_plan", lambda original, runner, *rest: alter(runner, original(runner, *rest)))
 
-def _eligible(eligible: Callable[[int, int, int], bool]) -> Patch:
-    return _plans(
-        lambda step: replace(
-            step,
-            eligible=[eligible(*row) for row in zip(step.prompt_lens, step.num_computed, step.spans, strict=True)],
-        )
-    )
 
+def _phase_by_span(runner: Any, rows: StepPlan) -> StepPlan:
+    one_token = [span == 1 for span in rows.spans]
+    return replace(rows, prefill=[not one for one in one_token], eligible=one_token)
 
-def _set(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """Replace an attribute by what ``make`` makes of it."""
-    return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))
 
+def _latched_decode(runner: Any, rows: StepPlan) -> StepPlan:
+    decoded = runner.__dict__.setdefault("_seen_decoding", set())
+    decoded |= {request for request, prefill in zip(rows.request_ids, rows.prefill, strict=True) if not prefill}
+    return replace(rows, prefill=[request not in decoded for request in rows.request_ids])
 
-def _latched(patch: pytest.MonkeyPatch) -> None:
-    known: dict[str, bool] = {}
 
-    def change(step: StepPlan) -> StepPlan:
-        phases = [known.setdefault(name, phase) for name, phase in zip(step.request_ids, step.prefill, strict=True)]
-        return replace(step, prefill=phases)
+def _latched_first_phase(runner: Any, rows: StepPlan) -> StepPlan:
+    first = runner.__dict__.setdefault("_first_phase", {})
+    pairs = zip(rows.request_ids, rows.prefill, strict=True)
+    return replace(rows, prefill=[first.setdefault(request, prefill) for request, prefill in pairs])
 
-    _forget_with_runner(patch, known)
-    _plans(change)(patch)
 
+def _progress_of_states(runner: Any, rows: StepPlan) -> StepPlan:
+    progress = [runner.requests[request].num_computed_tokens for request in rows.request_ids]
+    return replace(rows, num_computed=progress)
 
-def _replay_is_prefill(patch: pytest.MonkeyPatch) -> None:
-    furthest: dict[str, int] = {}
 
-    def change(step: StepPlan) -> StepPlan:
-        phases = []
-        for row, name in enumerate(step.request_ids):
-            phases.append(step.prefill[row] or step.num_computed[row] < furthest.get(name, 0))
-            furthest[name] = max(furthest.get(name, 0), step.num_computed[row])
-        return replace(step, prefill=phases)
+def _arrival_order(runner: Any, rows: StepPlan) -> StepPlan:
+    return replace(rows, request_ids=[request for request in runner.requests if request in rows.request_ids])
 
-    _forget_with_runner(patch, furthest)
-    _plans(change)(patch)
 
+def _scheduler_order(original: Any, runner: Any, scheduled: Any, buffer_rows: int) -> StepPlan:
+    rows = original(runner, scheduled, buffer_rows)
+    order = [rows.request_ids.index(request) for request in scheduled.num_scheduled_tokens]
+    lists = ("request_ids", "prompt_lens", "num_computed", "spans", "offsets", "prefill", "eligible")
+    return replace(rows, **{name: [getattr(rows, name)[row] for row in order] for name in lists})
 
-def _forget_with_runner(patch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
-    made = mixin._phase_of
 
-    def fresh(runner: Any) -> Any:
-        if "_omni_npu_phase" not in runner.__dict__:
-            memory.clear()
-        return made(runner)
+def _crossing_is_decode(runner: Any, rows: StepPlan) -> StepPlan:
+    lengths = zip(rows.prompt_lens, rows.num_computed, rows.spans, strict=True)
+    return replace(rows, prefill=[p > c and not contract.crosses(p, c, s) for p, c, s in lengths])
 
-    patch.setattr(mixin, "_phase_of", fresh)
 
+def _replay_is_prefill(runner: Any, rows: StepPlan) -> StepPlan:
+    replayed = [
+        contract.is_replay(p, c, s, runner.requests[request].num_tokens)
+        for request, p, c, s in zip(rows.request_ids, rows.prompt_lens, rows.num_computed, rows.spans, strict=True)
+    ]
+    return replace(rows, prefill=[a or b for a, b in zip(rows.prefill, replayed, strict=True)])
 
-def _fields(change: Callable[[dict[str, Any], StepPlan, int], dict[str, Any]]) -> Patch:
-    """Change the fields of a row as they are written."""
 
-    def apply(patch: pytest.MonkeyPatch) -> None:
-        made = StepPlan.fields
-        patch.setattr(StepPlan, "fields", lambda step, row: change(made(step, row), step, row))
+def _planned_on(**lengths: Callable[[Any, Any, Any], Any]) -> Change:
+    """A plan on other lengths, each made from (prompt lengths, progress, spans) as arrays."""
 
-    return apply
+    def instead(original: Any, ids: Any, prompt: Any, computed: Any, spans: Any, *rest: Any, **keywords: Any) -> Any:
+        own = [np.asarray(values) for values in (prompt, computed, spans)]
+        prompt = lengths["prompt"](*own) if "prompt" in lengths else prompt
+        computed = lengths["computed"](*own) if "computed" in lengths else computed
+        return original(ids, prompt, computed, spans, *rest, **keywords)
 
+    return Change(mixin, "plan_step", instead)
 
-def _field(name: str, value: Callable[[StepPlan, int], Any]) -> Patch:
-    return _fields(lambda fields, step, row: {**fields, name: value(step, row)})
 
+def _first_prompt_len(original: Any, state: Any, *rest: Any) -> int:
+    return state.__dict__.setdefault("_first_prompt_len", original(state, *rest))
 
-def _only_when_absent(made: Any) -> Any:
-    def own(step: StepPlan, rows: Sequence[int], infos: list[dict[str, Any]]) -> None:
-        for row, info in zip(rows, infos, strict=True):
-            for name, value in step.fields(row).items():
-                info.setdefault(name, value)
 
-    return own
+def _refuse_late(original: Any, rows: StepPlan, port: Any) -> None:
+    original(rows, port)
+    for row, request in enumerate(rows.request_ids):
+        if rows.num_computed[row] < 0 or rows.offsets[row] + rows.spans[row] > len(port.embeds):
+            raise ContractError("E4", requests=[request], rows=[row], expected="lengths in range", actual="others")
 
 
-def _scheduler_order(patch: pytest.MonkeyPatch) -> None:
-    made = mixin._plan
+_NO_REFUSAL = Change(plan, "_refuse", lambda original, *args: None)
 
-    def planned(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
-        step = made(runner, scheduler_output, buffer_rows)
-        wanted = list(scheduler_output.num_scheduled_tokens)
-        order = [step.request_ids.index(name) for name in wanted]
 
-        def sort(values: Sequence[Any]) -> list[Any]:
-            return [values[row] for row in order]
+# The route: fields, which hook, what it gets.
 
-        return StepPlan(
-            *(
-                sort(values)
-                for values in (
-                    step.request_ids,
-                    step.prompt_lens,
-                    step.num_computed,
-                    step.spans,
-                    step.offsets,
-                    step.prefill,
-                    step.eligible,
-                )
-            )
-        )
 
-    patch.setattr(mixin, "_plan", planned)
+def _altered_fields(alter: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
+    return Change(StepPlan, "fields", lambda original, rows, row: alter(original(rows, row)))
 
 
-def _port(name: str, make: Callable[[Any], Any]) -> Patch:
-    return _set(mixin._RunnerPort, name, make)
+def _numpy_scalars(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: np.bool_(value) if isinstance(value, bool) else np.int64(value) for name, value in fields.items()}
 
 
-def _late_flush(made: Any) -> Any:
-    def runs(step: StepPlan, *, batched: bool) -> Any:
-        grouped = list(made(step, batched=batched))
-        return iter([run for run in grouped if not run.batched] + [run for run in grouped if run.batched])
+def _write_where_absent(original: Any, rows: StepPlan, numbers: Sequence[int], infos: list[dict[str, Any]]) -> None:
+    for row, info in zip(numbers, infos, strict=True):
+        for name, value in rows.fields(row).items():
+            info.setdefault(name, value)
 
-    return runs
 
+def _write_while_planning(runner: Any, rows: StepPlan) -> StepPlan:
+    for row, request in enumerate(rows.request_ids):
+        live_info(runner, request).update(rows.fields(row))
+    return rows
 
-def _no_copy_of_hook_infos(made: Any) -> Any:
-    return lambda port, rows: [dict(info) for info in made(port, rows)]
 
+def _live_only_once(original: Any, port: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
+    given = port.__dict__.setdefault("_given", set())
+    again = given.issuperset(rows)
+    given.update(rows)
+    return [dict(info) if again else info for info in original(port, rows)]
 
-def _batch_hook(order: str) -> Patch:
-    """Move the optional batch hook: after the hooks, or run it twice."""
 
-    def apply(patch: pytest.MonkeyPatch) -> None:
-        made = routing.route
+def _bare(info: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in info.items() if name not in FIELDS}
 
-        def call(port: Any, step: StepPlan) -> None:
-            hook = getattr(port.model, "preprocess_batch", None)
-            if callable(hook):
-                runner = port._runner
-                hook(
-                    req_ids=step.request_ids,
-                    model_intermediate_buffer=runner.model_intermediate_buffer,
-                    device=port.ids.device,
-                )
 
-        def late(step: StepPlan, port: Any) -> None:
-            made(step, port)
-            call(port, step)
+def _infos_reversed(original: Any, port: Any, run: Run, infos: list[dict[str, Any]], ids: Any) -> Any:
+    own = [port._keywords(row, info) for row, info in zip(run.rows, infos, strict=True)]
+    return port.model.preprocess_decode_batch(input_ids=ids, req_infos=own[::-1])
 
-        def twice(step: StepPlan, port: Any) -> None:
-            call(port, step)
-            made(step, port)
 
-        patch.setattr(routing, "route", late if order == "late" else twice)
+def _without_ids(original: Any, port: Any, row: Any, infos: Any, ids: Any, *rest: Any) -> Any:
+    # With prompt embeddings enabled, the released runner selects no token ids.
+    return original(port, row, infos, None if port._runner.enable_prompt_embeds else ids, *rest)
 
-    return apply
 
+def _runs_of(alter: Callable[[StepPlan], StepPlan]) -> Change:
+    return Change(StepPlan, "runs", lambda original, rows, *, batched: original(alter(rows), batched=batched))
 
-def _batch_hook_after_fields(patch: pytest.MonkeyPatch) -> None:
-    """The batch hook runs once, but between the fields and the first hook."""
-    made = routing._own_fields
-    done: set[int] = set()
 
-    before = mixin._RunnerPort.__init__
+def _one_token_rows(rows: StepPlan) -> StepPlan:
+    return replace(rows, eligible=[span == 1 for span in rows.spans])
 
-    def start(port: Any, *args: Any) -> None:
-        before(port, *args)
-        done.clear()
-        patched["port"] = port
 
-    patched: dict[str, Any] = {}
+def _one_token_decodes(rows: StepPlan) -> list[bool]:
+    return [span == 1 and not prefill for span, prefill in zip(rows.spans, rows.prefill, strict=True)]
 
-    def own(step: StepPlan, rows: Sequence[int], infos: list[dict[str, Any]]) -> None:
-        made(step, rows, infos)
-        port = patched["port"]
-        hook = port.model.__dict__.get("late_batch_hook")
-        if hook is not None and not done:
-            done.add(1)
-            hook(
-                req_ids=step.request_ids,
-                model_intermediate_buffer=port._runner.model_intermediate_buffer,
-                device=port.ids.device,
-            )
 
-    model = _recording_model()
-    init = model.__init__
+def _batches_last(original: Any, rows: StepPlan, *, batched: bool) -> list[Run]:
+    return sorted(original(rows, batched=batched), key=lambda run: run.batched)
 
-    def hide(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        hook = self.__dict__.pop("preprocess_batch", None)
-        if hook is not None:
-            self.late_batch_hook = hook
 
-    patch.setattr(model, "__init__", hide)
-    patch.setattr(mixin._RunnerPort, "__init__", start)
-    patch.setattr(routing, "_own_fields", own)
+def _no_batches_beside_mtp(original: Any, rows: StepPlan, port: Any) -> None:
+    port.has_batched_hook = port.has_batched_hook and port.mtp_width is None
+    original(rows, port)
 
 
-def _recording_model() -> Any:
-    from omni_npu_phase.conformance.model import RecordingModel
+def _wider_batched_result(original: Any, call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None) -> Any:
+    return original(call, raw, given_ids=given_ids, mtp_width=call.embeds.shape[-1])
 
-    return RecordingModel
 
+def _batch_hook_always(original: Any, runner: Any, *args: Any) -> Any:
+    if not runner.model.has_preprocess and hasattr(runner.model, "preprocess_batch"):
+        _call_batch_hook(runner, runner.model.preprocess_batch)
+    return original(runner, *args)
 
-def _mtp_always(made: Any) -> Any:
-    def run(step: StepPlan, port: Any) -> None:
-        ran: list[int] = []
-        original = port.run_mtp
-        port.run_mtp = lambda rows: (ran.append(1), original(rows))[1]
-        made(step, port)
-        if not ran and port.mtp_width is not None and len(step):
-            port._runner.talker_mtp(*(buffer[:1] for buffer in port._mtp_inputs))
 
-    return run
+def _call_batch_hook(runner: Any, hook: Any) -> None:
+    buffers = runner.model_intermediate_buffer
+    hook(req_ids=list(runner.input_batch.req_ids), model_intermediate_buffer=buffers, device=runner.device)
 
 
-def _row_numbers(made: Any) -> Any:
-    """MTP embeddings go to the row's number instead of its offset."""
+def _batch_hook_last(original: Any, runner: Any, *args: Any) -> Any:
+    hook = vars(runner.model).pop("preprocess_batch", None)
+    outputs = original(runner, *args)
+    if hook is not None:
+        _call_batch_hook(runner, hook)
+        runner.model.preprocess_batch = hook
+    return outputs
 
-    def forward(runner: Any, request_ids: list[str], embeds: torch.Tensor, offsets: Any = None) -> None:
-        made(runner, request_ids, embeds, [runner.input_batch.req_id_to_index[name] for name in request_ids])
 
-    return forward
+def _batch_hook_again(original: Any, rows: StepPlan, port: Any) -> None:
+    if hasattr(port.model, "preprocess_batch"):
+        _call_batch_hook(port._runner, port.model.preprocess_batch)
+    original(rows, port)
 
 
-def _shared_codes(made: Any) -> Any:
-    def store(writes: Any, request_ids: Any, key: Any, codes: torch.Tensor, marks: Any) -> None:
-        made(writes, request_ids, key, codes[:1].expand_as(codes), marks)
+def _released_step(original: Any, runner: Any, *args: Any) -> Any:
+    return super(PhaseRoutingMixin, runner)._preprocess(*args)
 
-    return store
 
+def _switched_off(original: Any, runner: Any) -> Any:
+    phase = original(runner)
+    phase.mode = "off"
+    return phase
 
-def _keywords_reversed(made: Any) -> Any:
-    """The batched hook's entries are handed over in the opposite order to its rows."""
 
-    def call(port: Any, run: Run, infos: list[dict[str, Any]], ids: torch.Tensor) -> Any:
-        entries = [port._keywords(row, info) for row, info in zip(run.rows, infos, strict=True)]
-        return port.model.preprocess_decode_batch(input_ids=ids, req_infos=entries[::-1])
+# What hooks return, and where it goes.
 
-    return call
 
+def _new_embeds(original: Any, runner: Any, *args: Any) -> Any:
+    ids, embeds, *others = original(runner, *args)
+    return (ids, None if embeds is None else embeds.clone(), *others)
 
-def _neighbours_updates(made: Any) -> Any:
-    return lambda port, rows, updates: made(port, rows, list(updates)[::-1])
 
+def _forward_without_ids(original: Any, runner: Any, *args: Any) -> Any:
+    ids, *others = original(runner, *args)
+    return (None if runner.enable_prompt_embeds else ids, *others)
 
-def _copied_late(made: Any) -> Any:
-    """Nothing is copied when it is handed in, so what the device writes next is what arrives."""
-    return lambda helper, tensors: _Views(tensors)
 
+def _one_row_further(original: Any, port: Any, start: int, ids: Any, embeds: Any) -> None:
+    original(port, start, ids, embeds)
+    port.embeds[start + len(embeds)].copy_(embeds[-1])
 
-class _Views:
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
 
+def _ids_always(original: Any, port: Any, start: int, ids: Any, embeds: Any) -> None:
+    original(port, start, port.ids[start : start + len(embeds)].clone() if ids is None else ids, embeds)
 
-def _aliasing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BufferHelper, "pack", _copied_late(None))
-    patch.setattr(BufferHelper, "unpack", lambda helper, block, like: list(block.tensors))
-    patch.setattr(CpuBufferHelper, "fetch", lambda helper, blocks: list(blocks))
 
+def _updates_of_neighbour(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    original(port, [(row + 1) % len(port._plan) for row in rows], updates)
 
-def _unchecked_batch(made: Any) -> Any:
-    def check(call: Any, raw: Any, *, given_ids: Any, mtp_width: int | None) -> Any:
-        hidden, text_step = (raw[2], raw[3]) if mtp_width is not None else (None, None)
-        return results.BatchResult(raw[0].reshape(-1), raw[1], hidden, text_step, raw[-1])
 
-    return check
+def _first_update_only(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    original(port, rows[:1], updates[:1])
 
 
-def _written_before_check(patch: pytest.MonkeyPatch) -> None:
-    made = mixin._RunnerPort.call_batch
+def _copied_backwards(original: Any, helper: Any, dest: torch.Tensor, rows: Any, source: torch.Tensor) -> None:
+    # Over memory that it also reads, this order spreads the last row.
+    target = dest[rows]
+    for row in reversed(range(len(target))):
+        target[row] = source[row]
 
-    def call(port: Any, run: Run, infos: Any, ids: torch.Tensor) -> Any:
-        raw = made(port, run, infos, ids)
-        start = port._plan.offsets[run.start]
-        port.embeds[start : start + len(run.rows)].fill_(1)
-        return raw
 
-    patch.setattr(mixin._RunnerPort, "call_batch", call)
+def _whole_result(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
+    result = original(call, raw, **keywords)
+    return replace(result, embeds=raw[1]) if len(raw[1]) > keywords["span"] else result
 
 
-def _one_generator(made: Any) -> Any:
-    def generators(talker: Any, request_ids: Sequence[str]) -> list[torch.Generator | None]:
-        own = made(talker, request_ids)
-        first = next((generator for generator in own if generator is not None), None)
-        return [None if generator is None else first for generator in own]
+def _report(strict: bool, on: str) -> Change:
+    """Deviations reported otherwise: whether ``strict`` raises them, and what ``on`` does with them."""
 
-    return generators
+    def instead(original: Any, deviations: Deviations, model: Any, kind: str, error: ContractError) -> None:
+        if (deviations.mode == "strict" and strict) or (deviations.mode == "on" and on == "raises"):
+            raise error
+        if on == "warns again":
+            deviations._warned.clear()
+        if on.startswith("warns"):
+            original(Deviations("on") if deviations.mode == "strict" else deviations, model, kind, error)
 
+    return Change(Deviations, "report", instead)
 
-def _replays_seeded(patch: pytest.MonkeyPatch) -> None:
-    """Seeded calls take the captured graph, which ignores their generators."""
-    made = mtp.TalkerMtp._keywords
 
-    def keywords(talker: Any, call: Any, generators: Any) -> dict[str, Any]:
-        return _Seedless(made(talker, call, generators))
+def _unchecked_batch(original: Any, call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None) -> BatchResult:
+    ids, embeds = raw[0], raw[1]
+    hidden, text_step = (raw[2], raw[3]) if mtp_width is not None else (None, None)
+    return BatchResult(None if ids is given_ids else ids.reshape(-1), embeds, hidden, text_step, raw[-1])
 
-    patch.setattr(mtp.TalkerMtp, "_keywords", keywords)
 
+def _written_unchecked(original: Any, port: Any, run: Run, infos: Any, ids: Any) -> Any:
+    raw = original(port, run, infos, ids)
+    start, embeds = port._plan.offsets[run.start], raw[1]
+    if embeds.shape == (len(run.rows), port.embeds.shape[-1]) and embeds.device == port.embeds.device:
+        port.embeds[start : start + len(embeds)] = embeds
+    return raw
 
-class _Seedless(dict[str, Any]):
-    """Keywords that deny having generators when asked, and pass them all the same."""
 
-    def __contains__(self, key: object) -> bool:
-        return key not in ("generator", "generators") and super().__contains__(key)
+def _unchecked_mtp_inputs(original: Any, call: Call, updates: dict[Any, Any], width: int) -> Any:
+    hidden, text_step = updates[MTP_INPUTS]
+    return hidden.reshape(1, width), text_step.reshape(1, width)
 
 
-def _padding_written(made: Any) -> Any:
-    def check(call: Any, raw: Any) -> Any:
-        embeds = raw[0]
-        extra = embeds.shape[0] - len(call.rows)
-        if extra:
-            call.embeds[-extra:].copy_(embeds[-extra:])
-        return made(call, raw)
+def _blank_mtp_inputs(original: Any, call: Call, updates: dict[Any, Any], width: int) -> Any:
+    return original(call, {MTP_INPUTS: (torch.zeros(width), torch.zeros(width)), **updates}, width)
 
-    return check
 
+# MTP.
 
-def _none_clears(made: Any) -> Any:
-    def check(call: Any, raw: Any) -> Any:
-        embeds, codes = made(call, raw)
-        return embeds, torch.zeros(len(call.rows), 5, dtype=torch.int64) if codes is None else codes
 
-    return check
+def _long_or_short(original: Any, prompt: Any, computed: Any, span: Any) -> Any:
+    return computed >= prompt
 
 
-def _rows_of_mtp_reversed(made: Any) -> Any:
-    return lambda port, rows: made(port, list(rows)[::-1])
+def _one_token_prompt_too(original: Any, prompt: Any, computed: Any, span: Any) -> Any:
+    return original(prompt, computed, span) | ((prompt == 1) & (span == 1))
 
 
-def _key_error(made: Any) -> Any:
-    def inputs(call: Any, updates: dict[Any, Any], width: int) -> Any:
-        updates[MTP_INPUTS]
-        return made(call, updates, width)
+def _ids_as_given(original: Any, port: Any, rows: Sequence[int]) -> None:
+    own = port.ids
+    port.ids = own % NEW_IDS
+    original(port, rows)
+    port.ids = own
 
-    return inputs
 
+def _fails_on_two_prompts_of_one(original: Any, port: Any, rows: Sequence[int]) -> None:
+    if port._plan.prompt_lens.count(1) == 2:
+        raise RuntimeError("two one-token prompts")
+    original(port, rows)
 
-def _without_mtp_hook(patch: pytest.MonkeyPatch) -> None:
-    made = mixin._RunnerPort.__init__
 
-    def start(port: Any, *args: Any) -> None:
-        made(port, *args)
-        port.has_batched_hook = port.has_batched_hook and port.mtp_width is None
+def _mtp_without_rows(original: Any, rows: StepPlan, port: Any) -> None:
+    original(rows, port)
+    if port.mtp_width is not None and not any(rows.eligible):
+        port._runner.talker_mtp(*(buffer[:1] for buffer in mtp_inputs(port._runner)))
 
-    patch.setattr(mixin._RunnerPort, "__init__", start)
 
+def _at_row_numbers(original: Any, talker: Any, call: Call, offsets: Sequence[int]) -> None:
+    original(talker, call, list(call.rows))
 
-def _ids_withheld(made: Any) -> Any:
-    """With ids absent from input selection, hooks get none."""
 
-    def call(port: Any, row: int, info: dict[str, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
-        absent = port._runner.enable_prompt_embeds or port._runner.supports_mm_inputs
-        return made(port, row, info, torch.zeros_like(ids) + 1 if absent else ids, embeds)
+def _codes_of(choose: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def instead(original: Any, writes: Any, request_ids: Any, key: Any, codes: Any, marks: Any) -> None:
+        original(writes, request_ids, key, choose(codes), marks)
 
-    return call
+    return Change(StateWrites, "store_codes", instead)
 
 
-def _checks_after_hooks(patch: pytest.MonkeyPatch) -> None:
-    """Bad lengths are found out when the hooks have run."""
-    refused: list[ContractError] = []
-    made, original = plan._refuse, routing.route
+def _codes_not_owned(original: Any, writes: Any, request_ids: Any, key: Any, codes: Any, marks: Any) -> None:
+    for name, column in {key: codes, **marks}.items():
+        writes._write_rows(request_ids, name, name == key, column)
 
-    def remember(*args: Any) -> None:
-        try:
-            made(*args)
-        except ContractError as error:
-            refused.append(error)
 
-    def route(step: StepPlan, port: Any) -> None:
-        original(step, port)
-        if refused:
-            raise refused.pop()
+def _resident_codes_not_owned(original: Any, writes: Any, request_ids: Any, key: Any, *rest: Any) -> None:
+    if key in writes._resident:
+        _codes_not_owned(original, writes, request_ids, key, *rest)
+    else:
+        original(writes, request_ids, key, *rest)
 
-    patch.setattr(plan, "_refuse", remember)
-    patch.setattr(routing, "route", route)
 
+def _one_generator(original: Any, talker: Any, request_ids: Sequence[str]) -> list[Any]:
+    own = original(talker, request_ids)
+    return [next((generator for generator in own if generator is not None), None)] * len(own)
 
-def _new_embeds(patch: pytest.MonkeyPatch) -> None:
-    made = mixin._RunnerPort.__init__
 
-    def start(port: Any, runner: Any, phase: Any, step: Any, ids: Any, embeds: torch.Tensor, writes: Any) -> None:
-        made(port, runner, phase, step, ids, embeds.clone(), writes)
+def _new_generators(original: Any, talker: Any, request_ids: Sequence[str]) -> list[Any]:
+    talker._runner.__dict__.pop("_talker_mtp_generators", None)
+    return original(talker, request_ids)
 
-    patch.setattr(mixin._RunnerPort, "__init__", start)
 
+def _replayed(original: Any, released: Any) -> Any:
+    from vllm.config import CUDAGraphMode
 
-def _ids(value: Callable[[torch.Tensor | None, Any, int, int], torch.Tensor | None]) -> Patch:
-    """Change which token ids are written."""
+    return replace(original(released), eager=lambda: CUDAGraphMode.FULL)
 
-    def apply(patch: pytest.MonkeyPatch) -> None:
-        made = mixin._RunnerPort.write_rows
 
-        def write(port: Any, start: int, ids: torch.Tensor | None, embeds: torch.Tensor) -> None:
-            made(port, start, None, embeds)
-            ids = value(ids, port, start, embeds.shape[0])
-            if ids is not None:
-                port.ids[start : start + embeds.shape[0]].copy_(ids)
+def _row_by_row(original: Any, talker: Any, call: Call, offsets: Sequence[int], generators: Any) -> None:
+    if len(offsets) > 1:
+        talker._run_row_by_row(call, offsets, generators)
+    else:
+        original(talker, call, offsets, generators)
 
-        patch.setattr(mixin._RunnerPort, "write_rows", write)
 
-    return apply
+def _in_one_call(original: Any, talker: Any, *args: Any) -> None:
+    talker._run_once(*args)
 
 
-def _careless_put(made: Any) -> Any:
-    def put(helper: Any, dest: torch.Tensor, rows: Any, source: torch.Tensor) -> None:
-        target = dest[rows]
-        for row in reversed(range(source.shape[0])):
-            target[row].copy_(source[row])
+def _infos_of_others(original: Any, talker: Any, *args: Any) -> dict[str, Any]:
+    keywords = original(talker, *args)
+    return {name: value[::-1] if name == "req_infos" else value for name, value in keywords.items()}
 
-    return put
 
+def _padding_written(original: Any, call: Call, raw: Any) -> Any:
+    behind = raw[0][len(call.rows) :][-1:]
+    call.embeds[len(call.embeds) - len(behind) :].copy_(behind)
+    return original(call, raw)
 
-def _always_active(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mixin._Phase, "active", property(lambda phase: True))
 
+def _padding_codes(original: Any, call: Call, raw: Any) -> Any:
+    embeds, codes = original(call, raw)
+    return embeds, None if codes is None else raw[1][-len(codes) :]
 
-def _stored(kept: Sequence[str]) -> Patch:
-    """Store names that a hook may not store."""
-    return _set(
-        routing, "_NEVER_STORED", lambda names: tuple(name for name in names if name not in kept) or ("nothing",)
-    )
 
+def _blank_codes(original: Any, call: Call, raw: Any) -> Any:
+    embeds, codes = original(call, raw)
+    return embeds, torch.zeros(len(embeds), 5, dtype=torch.int64) if codes is None else codes
 
-def _no_reowning(patch: pytest.MonkeyPatch) -> None:
-    """Returned fields are stored, and nobody writes the runner's again."""
-    _stored(FIELDS)(patch)
-    made = routing._own_fields
 
-    def own(step: StepPlan, rows: Sequence[int], infos: list[dict[str, Any]]) -> None:
-        if len(rows) < len(step) or getattr(own, "ran", None) != id(step):
-            own.ran = id(step)  # type: ignore[attr-defined]
-            made(step, rows, infos)
-
-    patch.setattr(routing, "_own_fields", own)
-
-
-def _private_infos(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mixin._RunnerPort, "infos", _no_copy_of_hook_infos(mixin._RunnerPort.infos))
-
-
-def _no_fields_in_batches(made: Any) -> Any:
-    def call(port: Any, run: Run, infos: list[dict[str, Any]], ids: torch.Tensor) -> Any:
-        bare = [{key: value for key, value in info.items() if key not in FIELDS} for info in infos]
-        return made(port, run, bare, ids)
-
-    return call
-
-
-def _shifted_slices(made: Any) -> Any:
-    """The scalar hook is handed the whole buffer."""
-
-    def call(port: Any, row: int, info: dict[str, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
-        return made(port, row, info, ids, port.embeds)
-
-    return call
-
-
-def _prefill_in_batches(patch: pytest.MonkeyPatch) -> None:
-    """The batched hook takes every one-token row."""
-    made = StepPlan.runs
-
-    def runs(step: StepPlan, *, batched: bool) -> Any:
-        return made(replace(step, eligible=[span == 1 for span in step.spans]), batched=batched)
-
-    patch.setattr(StepPlan, "runs", runs)
-
-
-def _raise(*args: Any) -> None:
-    raise args[-1]
-
-
+# fmt: off
+# A table: one mutant an entry, what it breaks beside how.
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant("span-length-phase", "M5", _phases(lambda p, c, s: s > 1)),
-    Mutant("boundary-is-prefill", "M5", _phases(lambda p, c, s: c <= p)),
-    Mutant("boundary-off-by-one", "M5", _phases(lambda p, c, s: c < p - 1)),
-    Mutant("tail-as-decode", "T2", _eligible(lambda p, c, s: s == 1 and c >= p - 1)),
-    Mutant("every-one-token-row", "T2", _eligible(lambda p, c, s: s == 1)),
-    Mutant("one-token-prompt-as-decode", "T3", _phases(lambda p, c, s: c < p and p > 1)),
-    Mutant("long-decode-span-to-mtp", "T6", _eligible(lambda p, c, s: c >= p)),
-    Mutant("crossing-span-as-decode", "E2", _phases(lambda p, c, s: c + s <= p)),
-    Mutant("latched-phase", "M8", _latched),
-    Mutant("replay-as-prefill", "E3", _replay_is_prefill),
-    Mutant("fields-missing-in-batches", "M1", _port("call_batch", _no_fields_in_batches)),
-    Mutant("numpy-integers", "M2", _field(contract.PROMPT_LEN, lambda step, row: np.int64(step.prompt_lens[row]))),
-    Mutant("numpy-bools", "M2", _field(contract.IS_PREFILL, lambda step, row: np.bool_(step.prefill[row]))),
-    Mutant("prompt-length-from-chunk", "M3", _field(contract.PROMPT_LEN, lambda step, row: step.spans[row])),
-    Mutant(
-        "progress-after-span",
-        "M4",
-        _field(contract.NUM_COMPUTED, lambda step, row: step.num_computed[row] + step.spans[row]),
-    ),
-    Mutant("fields-only-when-absent", "M6", _set(routing, "_own_fields", _only_when_absent)),
-    Mutant("scheduler-order", "M7", _scheduler_order),
-    Mutant("private-infos", "M9", _private_infos),
-    Mutant("returned-fields-win", "M9", _no_reowning),
-    Mutant("batch-hook-late", "M10", _batch_hook("late")),
-    Mutant("batch-hook-twice", "M10", _batch_hook("twice")),
-    Mutant("batch-hook-after-fields", "M6", _batch_hook_after_fields),
-    Mutant("hooks-without-has-preprocess", "R1", _always_active),
-    Mutant("prefill-rows-in-batches", "R2", _prefill_in_batches),
-    Mutant("entries-reversed", "R3", _port("call_batch", _keywords_reversed)),
-    Mutant("late-flush", "R4", _set(StepPlan, "runs", _late_flush)),
-    Mutant("batched-hook-ignored-with-mtp", "R5", _without_mtp_hook),
-    Mutant("new-embeddings-tensor", "R6", _new_embeds),
-    Mutant("ids-never-copied", "R7", _ids(lambda ids, port, start, rows: None)),
-    Mutant(
-        "ids-always-copied",
-        "R7",
-        _ids(lambda ids, port, start, rows: port.ids[start : start + rows].clone() if ids is None else ids),
-    ),
-    Mutant("neighbours-updates", "R8", _port("store_updates", _neighbours_updates)),
-    Mutant("whole-buffer-to-scalar-hook", "R9", _port("call_scalar", _shifted_slices)),
-    Mutant("ids-withheld", "R10", _port("call_scalar", _ids_withheld)),
-    Mutant("mtp-rows-reversed", "T1", _port("run_mtp", _rows_of_mtp_reversed)),
-    Mutant("row-numbers-as-offsets", "T4", _set(mixin.PhaseRoutingMixin, "_talker_mtp_forward", _row_numbers)),
-    Mutant("shared-codes", "T5", _set(state.StateWrites, "store_codes", _shared_codes)),
-    Mutant("mtp-without-rows", "T7", _set(routing, "route", _mtp_always)),
-    Mutant("one-generator-for-all", "T8", _set(mtp.TalkerMtp, "_generators", _one_generator)),
-    Mutant("seeded-rows-replayed", "T8", _replays_seeded),
-    Mutant("aliasing-results", "T9", _aliasing),
-    Mutant("padding-written", "T10", _set(results, "mtp_result", _padding_written)),
-    Mutant("no-codes-clears", "T11", _set(results, "mtp_result", _none_clears)),
-    Mutant(
-        "no-token-ids-no-prompt",
-        "E1",
-        _set(mixin, "_prompt_len", lambda made: lambda state, *_: len(getattr(state, "prompt_token_ids", None) or ())),
-    ),
-    Mutant("overlay-missing", "E1", _set(mixin, "_overlay_prompt_embeds", lambda made: lambda *args: None)),
-    Mutant("lengths-unchecked", "E4", _set(plan, "_refuse", lambda made: lambda *args: None)),
-    Mutant("lengths-checked-late", "E4", _checks_after_hooks),
-    Mutant("deviations-silent", "E5", _set(results.Deviations, "report", lambda made: lambda *args: None)),
-    Mutant("deviations-always-raise", "E5", _set(results.Deviations, "report", lambda made: _raise)),
-    Mutant("embeddings-unchecked", "E5", _set(results, "_check_embeds", lambda made: lambda *args: None)),
-    Mutant("batches-unchecked", "E5b", _set(results, "batch_result", _unchecked_batch)),
-    Mutant("written-before-check", "E5b", _written_before_check),
-    Mutant("mtp-inputs-stored", "E6", _stored((MTP_INPUTS,))),
-    Mutant("missing-inputs-key-error", "E7", _set(results, "_mtp_inputs", _key_error)),
-    Mutant("careless-overlap", "E8", _set(BufferHelper, "put", _careless_put)),
+    # M: the fields.
+    Mutant("batched-entries-without-fields", ("M1",), "entries of a batched call lack the fields",
+           (Change(_Port, "call_batch",
+                   lambda original, port, run, infos, ids: original(port, run, [_bare(i) for i in infos], ids)),)),
+    Mutant("scalar-call-without-fields", ("M1",), "the scalar hook's keywords lack the fields",
+           (Change(_Port, "call_scalar",
+                   lambda original, port, row, info, *rest: original(port, row, _bare(info), *rest)),)),
+    Mutant("numpy-scalars", ("M2",), "the fields are NumPy scalars", (_altered_fields(_numpy_scalars),)),
+    Mutant("phase-as-int", ("M2",), "the phase is an int",
+           (_altered_fields(lambda fields: {name: int(value) for name, value in fields.items()}),)),
+    Mutant("prompt-length-of-the-chunk", ("M3",), "the prompt length is the chunk's",
+           (_planned_on(prompt=lambda prompt, computed, spans: spans),)),
+    Mutant("prompt-length-of-first-sight", ("M3", "M8"), "a prompt that grew keeps its first length",
+           (Change(mixin, "_prompt_len", _first_prompt_len),)),
+    Mutant("progress-after-the-span", ("M4",), "the progress counts the step's own span",
+           (_planned_on(computed=lambda prompt, computed, spans: computed + spans),)),
+    Mutant("progress-of-the-request-state", ("M4",), "the progress is the request state's, which lags behind",
+           (_replanned(_progress_of_states),)),
+    Mutant("cached-progress-ignored", ("M4",), "progress before the first sight of a request does not count",
+           (_planned_on(computed=lambda prompt, computed, spans: np.where(computed < prompt, 0, computed)),)),
+    Mutant("span-length-phase", ("M5", "T2"), "a one-token span is taken for decode", (_replanned(_phase_by_span),)),
+    Mutant("boundary-is-prefill", ("M5",), "a row whose progress equals its prompt length is prefill",
+           (Change(contract, "is_prefill", lambda original, prompt, computed: computed <= prompt),)),
+    Mutant("fields-only-where-absent", ("M6",), "stale fields in the live buffer win",
+           (Change(routing, "_own_fields", _write_where_absent),)),
+    Mutant("batch-hook-after-the-fields", ("M6",), "preprocess_batch runs on fields that are not refreshed behind it",
+           (_replanned(_write_while_planning), Change(routing, "_own_fields", lambda original, *args: None))),
+    Mutant("scheduler-order", ("M7",), "rows follow the scheduler's dictionary",
+           (Change(mixin, "_plan", _scheduler_order),)),
+    Mutant("arrival-order", ("R3", "T5"), "rows are paired with requests in order of arrival",
+           (_replanned(_arrival_order),)),
+    Mutant("latched-decode", ("M8",), "a request that decoded once stays decode", (_replanned(_latched_decode),)),
+    Mutant("latched-first-phase", ("M8",), "a request keeps the phase of its first step",
+           (_replanned(_latched_first_phase),)),
+    Mutant("private-infos", ("M9",), "hooks and fields get copies of the live buffers",
+           (Change(_Port, "infos", lambda original, port, rows: [dict(info) for info in original(port, rows)]),)),
+    Mutant("deep-copied-infos", ("M9",), "a hook pops a nested value from a copy, and finds it again",
+           (Change(_Port, "call_scalar",
+                   lambda original, port, row, info, *rest: original(port, row, copy.deepcopy(info), *rest)),)),
+    Mutant("returned-fields-stored", ("M9",), "fields that hooks return are stored, and not written over",
+           (Change(routing, "_storable", lambda original, update: update), Change(_Port, "infos", _live_only_once))),
+    Mutant("fields-left-to-hooks", ("M9",), "fields that a hook changed in what it was handed stay changed",
+           (Change(_Port, "infos", _live_only_once),)),
+    Mutant("batch-hook-after-the-hooks", ("M10",), "preprocess_batch runs behind the per-row hooks",
+           (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_last),)),
+    Mutant("batch-hook-twice", ("M10",), "preprocess_batch runs twice", (Change(routing, "route", _batch_hook_again),)),
+    # R: routing.
+    Mutant("hooks-without-has-preprocess", ("R1",), "has_preprocess is not asked",
+           (Change(_Phase, "active", lambda original, phase: True),)),
+    Mutant("batch-hook-without-has-preprocess", ("R1",), "preprocess_batch is called whatever has_preprocess says",
+           (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_always),)),
+    Mutant("batched-hook-takes-prefill", ("R2", "T2"), "one-token prefill rows go to the batched hook",
+           (_runs_of(_one_token_rows),)),
+    Mutant("infos-reversed", ("R3",), "the infos of a batched call are in reverse",
+           (Change(_Port, "call_batch", _infos_reversed),)),
+    Mutant("batches-last", ("R4",), "batches are flushed behind all other spans",
+           (Change(StepPlan, "runs", _batches_last),)),
+    Mutant("five-values-without-mtp", ("R4",), "a batched hook without MTP must return five values",
+           (Change(results, "batch_result", _wider_batched_result),), raises=("ContractError",)),
+    Mutant("batched-hook-ignored", ("R4", "R5"), "the batched hook is never called",
+           (Change(StepPlan, "runs", lambda original, rows, *, batched: original(rows, batched=False)),)),
+    Mutant("batched-hook-ignored-with-mtp", ("R5",), "the batched hook is not called in models with MTP",
+           (Change(routing, "route", _no_batches_beside_mtp),)),
+    Mutant("new-embeds", ("R6",), "the forward gets a new embeddings tensor",
+           (Change(PhaseRoutingMixin, "_preprocess", _new_embeds),)),
+    Mutant("one-row-further", ("R6",), "a result is written one row too far",
+           (Change(_Port, "write_rows", _one_row_further),)),
+    Mutant("ids-always-copied", ("R7",), "token ids are copied although they came back as given",
+           (Change(_Port, "write_rows", _ids_always),), also=("tail",)),
+    Mutant("ids-never-copied", ("R7",), "other token ids that a hook returned are not written",
+           (Change(_Port, "write_rows",
+                   lambda original, port, start, ids, embeds: original(port, start, None, embeds)),)),
+    Mutant("mtp-gets-ids-as-given", ("R7",), "MTP gets the scheduled token ids, not those that hooks returned",
+           (Change(_Port, "run_mtp", _ids_as_given),)),
+    Mutant("updates-of-the-neighbour", ("R8",), "a row's updates go to the next row's request",
+           (Change(_Port, "store_updates", _updates_of_neighbour),)),
+    Mutant("updates-of-the-first", ("R8",), "only a batch's first row gets its updates",
+           (Change(_Port, "store_updates", _first_update_only),)),
+    Mutant("whole-buffers", ("R9",), "the scalar hook gets the step's whole buffers",
+           (Change(_Port, "call_scalar", lambda original, port, row, info, ids, embeds:
+                   original(port, row, info, port.ids, port.embeds)),)),
+    Mutant("copied-slice", ("R9",), "the scalar hook gets a copy of its embeddings slice",
+           (Change(_Port, "call_scalar", lambda original, port, row, info, ids, embeds:
+                   original(port, row, info, ids, embeds.clone())),)),
+    Mutant("ids-absent-for-hooks", ("R10",), "hooks get no token ids where the forward gets none",
+           (Change(_Port, "call_scalar", _without_ids), Change(_Port, "call_batch", _without_ids)),
+           raises=("AttributeError",)),
+    Mutant("ids-absent-for-forward", ("R10",), "the forward gets no token ids after hooks got them",
+           (Change(PhaseRoutingMixin, "_preprocess", _forward_without_ids),)),
+    # T: MTP.
+    Mutant("mtp-rows-reversed", ("T1",), "the MTP batch is in reverse row order",
+           (Change(_Port, "run_mtp", lambda original, port, rows: original(port, rows[::-1])),)),
+    Mutant("mtp-infos-reversed", ("T1",), "MTP gets the infos of its rows in reverse",
+           (Change(TalkerMtp, "_keywords", _infos_of_others),), also=("request-ids",)),
+    Mutant("mtp-on-tails", ("T2",), "every one-token span goes to MTP",
+           (Change(contract, "is_mtp_eligible", lambda original, prompt, computed, span: span == 1),)),
+    Mutant("one-token-prompt-is-decode", ("T3",), "a one-token prompt is taken for decode",
+           (Change(contract, "is_mtp_eligible", _one_token_prompt_too),
+            Change(contract, "is_prefill", lambda original, prompt, computed: (computed < prompt) & (prompt > 1)))),
+    Mutant("mtp-fails-before-its-call", ("T3",), "a step ends in an error before MTP ran",
+           (Change(_Port, "run_mtp", _fails_on_two_prompts_of_one),), raises=("RuntimeError",)),
+    Mutant("mtp-at-row-numbers", ("T4",), "MTP embeddings land at row numbers instead of offsets",
+           (Change(TalkerMtp, "run", _at_row_numbers),)),
+    Mutant("codes-of-the-first-row", ("T5",), "every request gets the codes of the batch's first row",
+           (_codes_of(lambda codes: codes[:1].expand_as(codes)),)),
+    Mutant("codes-of-the-neighbour", ("T5",), "every request gets the codes of the row before",
+           (_codes_of(lambda codes: codes.roll(1, 0)),)),
+    Mutant("mtp-inputs-in-one-place", ("T5",), "every row's MTP inputs are put into the first row",
+           (Change(_Port, "fill_mtp", lambda original, port, position, *parts: original(port, 0, *parts)),)),
+    Mutant("codes-without-mark", ("T5",), "codes are stored without the validity mark the model asks for",
+           (Change(StateWrites, "store_codes",
+                   lambda original, writes, ids, key, codes, marks: original(writes, ids, key, codes, {})),)),
+    Mutant("mtp-on-long-spans", ("T6", "R2"), "decode spans of any length are eligible",
+           (Change(contract, "is_mtp_eligible", _long_or_short),)),
+    Mutant("scalar-mtp-on-long-spans", ("T6",), "the scalar hook's long decode spans go to MTP",
+           (Change(contract, "is_mtp_eligible", _long_or_short),
+            _runs_of(lambda rows: replace(rows, eligible=_one_token_decodes(rows))))),
+    Mutant("mtp-without-rows", ("T7",), "MTP runs in a step without eligible rows",
+           (Change(routing, "route", _mtp_without_rows),)),
+    Mutant("one-generator", ("T8",), "all rows draw from the first seeded row's generator",
+           (Change(TalkerMtp, "_generators", _one_generator),)),
+    Mutant("generators-of-the-step", ("T8",), "a seeded request's stream begins again in every step",
+           (Change(TalkerMtp, "_generators", _new_generators),)),
+    Mutant("seeded-rows-replayed", ("T8",), "seeded rows are replayed in a graph, which ignores their generators",
+           (Change(mixin, "runtime_of", _replayed),)),
+    Mutant("seeded-rows-in-one-call", ("T8",), "a model that takes one generator gets a list of them",
+           (Change(TalkerMtp, "_run_row_by_row", _in_one_call),)),
+    Mutant("always-row-by-row", ("T8",), "a model that takes a generator per row is still called row by row",
+           (Change(TalkerMtp, "_run_once", _row_by_row),)),
+    Mutant("aliasing-block", ("T9",), "what is stored shares memory with the device's buffers",
+           (Change(BufferHelper, "pack", lambda original, helper, tensors: list(tensors)),
+            Change(BufferHelper, "unpack", lambda original, helper, block, like: block))),
+    Mutant("aliasing-codes", ("T9",), "stored codes are rows of MTP's own output",
+           (Change(StateWrites, "store_codes", _codes_not_owned),)),
+    Mutant("aliasing-resident-codes", ("T9",), "codes that stay on the device are rows of MTP's own output",
+           (Change(StateWrites, "store_codes", _resident_codes_not_owned),)),
+    Mutant("padding-written-back", ("T10",), "embeddings of padding rows reach the step's buffer",
+           (Change(results, "mtp_result", _padding_written),)),
+    Mutant("padding-codes", ("T10",), "requests get the codes of the last rows, padding included",
+           (Change(results, "mtp_result", _padding_codes),)),
+    Mutant("absent-codes-clear", ("T11",), "an MTP without codes blanks the stored ones",
+           (Change(results, "mtp_result", _blank_codes),)),
+    # E: the edges.
+    Mutant("no-ids-no-prompt", ("E1",), "a request without prompt_token_ids has prompt length 0",
+           (Change(mixin, "_prompt_len", lambda original, state, *rest: len(state.prompt_token_ids or ())),)),
+    Mutant("prompt-embeds-not-laid", ("E1",), "hooks are not given the request's prompt embeddings",
+           (Change(mixin, "_overlay_prompt_embeds", lambda original, *args: None),)),
+    Mutant("crossing-is-decode", ("E2",), "a span across the prompt boundary is decode",
+           (_replanned(_crossing_is_decode),)),
+    # The scenario about E3 shows the phase; the clause itself is judged where a request's progress goes back.
+    Mutant("replay-is-prefill", ("E3", "M8"), "a chunk of a preemption replay past the prompt is prefill",
+           (_replanned(_replay_is_prefill),), also=("owned-results",)),
+    Mutant("no-refusal", ("E4",), "impossible lengths are not refused", (_NO_REFUSAL,)),
+    Mutant("late-refusal", ("E4",), "impossible lengths are refused behind the hooks",
+           (_NO_REFUSAL, Change(routing, "route", _refuse_late))),
+    Mutant("deviations-silent", ("E5", "E7"), "tolerated results are not warned of", (_report(True, "is silent"),)),
+    Mutant("deviations-raised", ("E5", "E7"), "tolerated results are errors in the default mode",
+           (_report(True, "raises"),), raises=("ContractError",)),
+    Mutant("deviations-repeated", ("E5",), "every deviation is warned of again", (_report(True, "warns again"),)),
+    Mutant("strict-tolerates", ("E5", "E5b", "E7"), "strict mode is no stricter than the default",
+           (_report(False, "warns"),)),
+    Mutant("long-results-whole", ("E5",), "rows behind the span are written too",
+           (Change(results, "scalar_result", _whole_result),)),
+    Mutant("embeds-unchecked", ("E5", "E5b"), "rank, width, dtype and device of embeddings are not checked",
+           (Change(results, "_check_embeds", lambda original, *args: None),),
+           raises=("RuntimeError", "NotImplementedError")),
+    Mutant("ids-unchecked", ("E5", "E5b"), "floating token ids are taken",
+           (Change(results, "_check_ids", lambda original, *args: None),)),
+    Mutant("mtp-parts-unchecked", ("E5b",), "the shapes of hidden states and text step are not checked",
+           (Change(results, "_check_rows", lambda original, *args: None),), raises=("RuntimeError",)),
+    Mutant("batch-unchecked", ("E5b",), "nothing of a batched result is checked",
+           (Change(results, "batch_result", _unchecked_batch),),
+           raises=("RuntimeError", "ValueError", "IndexError", "NotImplementedError")),
+    Mutant("written-before-checked", ("E5b",), "embeddings of a batch are written before it is checked",
+           (Change(_Port, "call_batch", _written_unchecked),)),
+    Mutant("mtp-inputs-stored", ("E6",), "mtp_inputs that are not consumed are stored with the request",
+           (Change(routing, "_storable", lambda original, update: update),)),
+    Mutant("mtp-inputs-demanded", ("E7",), "an eligible row without mtp_inputs is a KeyError",
+           (Change(results, "_mtp_inputs", _unchecked_mtp_inputs),), raises=("KeyError",)),
+    Mutant("blank-mtp-inputs", ("E7",), "an eligible row without mtp_inputs goes to MTP with zeros",
+           (Change(results, "_mtp_inputs", _blank_mtp_inputs),)),
+    Mutant("overlap-ignored", ("E8",), "rows are copied over themselves in the wrong order",
+           (Change(BufferHelper, "put", _copied_backwards),)),
+    # The released runner, which the mixin is there for.
+    Mutant("released-step", ("M9", "E1", "E4"), "the step is the released runner's",
+           (Change(PhaseRoutingMixin, "_preprocess", _released_step),), raises=("TypeError", "KeyError")),
+    Mutant("released-runner", ("M9", "T9", "E4", "E5", "E6"), "the mixin does nothing",
+           (Change(mixin, "_phase_of", _switched_off),),
+           raises=("KeyError", "RuntimeError", "ValueError", "NotImplementedError", "AttributeError")),
 )
+# fmt: on
+"""Every mutant, in the order of the clauses that catch it."""

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -17,7 +18,7 @@ from omni_npu_phase.conformance import suite
 from omni_npu_phase.conformance.driver import DriverError, Variant, run_scenario
 from omni_npu_phase.conformance.judge import Judgement, judge
 from omni_npu_phase.conformance.report import Report, verdict
-from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Scenario
+from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario
 from omni_npu_phase.contract import CLAUSES
 from omni_npu_phase.runtimes import UnsupportedRuntimeError
 
@@ -84,6 +85,29 @@ def test_no_clause_of_mtp_passes_because_mtp_was_off(scenario: Scenario, mixed: 
     rows = tuple(tuple(row for row in step if row.shows != MTP) for step in scenario.steps)
     idle = judge(run_scenario(mixed, replace(scenario, steps=rows), Variant("scalar", True), CPU))
     assert not [judgement for judgement in idle if judgement.clause.startswith("T")]
+
+
+@pytest.mark.parametrize("hook", ["scalar", "batched"])
+@pytest.mark.parametrize("scenario", ["mixed", "named-model", "request-ids", "nested-pop", "seeded-rows"])
+def test_what_the_release_gives_hooks_stays(scenario: str, hook: Hook, released: type, mixed: type) -> None:
+    """Keywords beyond the contract are the released runner's, in name, value and type, for hooks and for MTP."""
+    ours, theirs = (run_scenario(cls, BY_ID[scenario], Variant(hook, True), CPU) for cls in (mixed, released))
+    assert ours.error is None
+    for one, other in zip(ours.steps, theirs.steps, strict=True):
+        assert [_keywords(call.info) for call in one.log.hooks] == [_keywords(call.info) for call in other.log.hooks]
+        assert [_keywords(call.keywords) for call in one.log.mtp] == [
+            _keywords(call.keywords) for call in other.log.mtp
+        ]
+
+
+def _keywords(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords with their types; results of earlier steps are compared by the clauses."""
+    results = ("mark", "codes", "last", "mtp_inputs", "req_infos")
+    return {
+        name: (type(value), None if "generator" in name else value)
+        for name, value in info.items()
+        if name not in results
+    }
 
 
 def test_public_reports_are_covered() -> None:

@@ -1,43 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every guard has a broken runner that it catches, by the clause it stands for."""
+"""Every guard is caught: each mutant fails the clauses it breaks, and the package as it is fails none.
+
+A mutant runs in the scenarios about its clauses, on the installed runner with the mixin; in every scenario where one of
+its clauses has none of its own.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from omni_npu_phase.conformance import suite
-from omni_npu_phase.conformance.driver import run_scenario
+from omni_npu_phase.conformance.driver import Recording, run_scenario
 from omni_npu_phase.conformance.judge import Judgement, judge
-from omni_npu_phase.conformance.scenarios import SCENARIOS
-from omni_npu_phase.contract import CLAUSES
+from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario
+from omni_npu_phase.contract import CLAUSES, ContractError
 from tests.cpu.mutants import MUTANTS, Mutant
 
+_CPU = torch.device("cpu")
+_BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 
-def _judgements(runner: type, clause: str) -> list[Judgement]:
-    """The judgements on one clause from every scenario written about it, and from the mixed batches."""
-    chosen = [case for case in SCENARIOS if clause in case.about or case.id in ("tail", "mixed", "adjacent-decodes")]
-    return [
-        judgement
-        for case in chosen
-        for variant in suite.variants(case, "mixin")
-        for judgement in judge(run_scenario(runner, case, variant, torch.device("cpu")))
-        if judgement.clause == clause
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What runs showed: failed judgements by clause, errors no scenario expects, and calls by changed attribute."""
+
+    failed: dict[str, list[Judgement]] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+@functools.cache
+def _runners() -> suite.RunnerClasses:
+    return suite.classes_for("mixin", suite.load_runner("gpu-v1"))
+
+
+def _runs(scenarios: Sequence[Scenario]) -> Iterator[Recording]:
+    for scenario in scenarios:
+        cls = _runners().of(scenario)
+        assert cls is not None
+        for variant in suite.variants(scenario, "mixin"):
+            yield run_scenario(cls, scenario, variant, _CPU)
+
+
+def _scenarios_for(mutant: Mutant) -> Sequence[Scenario]:
+    wanted = set(mutant.caught_by)
+    if not wanted <= {clause for scenario in SCENARIOS for clause in scenario.about}:
+        return SCENARIOS
+    return [scenario for scenario in SCENARIOS if wanted & set(scenario.about) or scenario.id in mutant.also]
+
+
+def _is_expected(run: Recording) -> bool:
+    strict = run.scenario.strict_error if run.variant.mode == "strict" else None
+    expected = run.scenario.error or strict
+    return isinstance(run.error, ContractError) and run.error.clause == expected
+
+
+def _observe(scenarios: Sequence[Scenario], calls: dict[str, int]) -> Outcome:
+    outcome = Outcome(calls=calls)
+    for run in _runs(scenarios):
+        for judgement in judge(run):
+            if not judgement.holds:
+                outcome.failed.setdefault(judgement.clause, []).append(judgement)
+        if run.error is not None and not _is_expected(run):
+            outcome.errors[type(run.error).__name__] += 1
+    return outcome
+
+
+@functools.cache
+def _outcome(name: str) -> Outcome:
+    """The mutant's run, shared by its tests; nothing of it is left in place."""
+    mutant = _BY_NAME[name]
+    _runners()  # Found on the package as it is.
+    with pytest.MonkeyPatch.context() as patch:
+        calls = mutant.apply(patch)
+        return _observe(_scenarios_for(mutant), calls)
+
+
+def _is_evidence(judgement: Judgement, mutant: Mutant) -> bool:
+    return bool(mutant.raises) or "raised " not in judgement.seen
+
+
+every_mutant = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+
+
+@every_mutant
+def test_mutant_fails_its_clauses(mutant: Mutant) -> None:
+    outcome = _outcome(mutant.name)
+    for clause in mutant.caught_by:
+        evidence = [judgement for judgement in outcome.failed.get(clause, []) if _is_evidence(judgement, mutant)]
+        assert evidence, f"{clause} did not notice that {mutant.breaks}; failed: {sorted(outcome.failed)}"
+
+
+@every_mutant
+def test_mutant_was_in_force(mutant: Mutant) -> None:
+    """A change that is never reached proves nothing, nor does one that only breaks down."""
+    outcome = _outcome(mutant.name)
+    assert set(outcome.calls) == {str(change) for change in mutant.changes}
+    assert all(outcome.calls.values()), outcome.calls
+    assert set(outcome.errors) <= set(mutant.raises), outcome.errors
+
+
+def test_names_are_unique() -> None:
+    assert len(_BY_NAME) == len(MUTANTS)
+
+
+def test_other_scenarios_exist() -> None:
+    assert {scenario for mutant in MUTANTS for scenario in mutant.also} <= set(BY_ID)
+
+
+@pytest.mark.parametrize("clause", CLAUSES)
+def test_clause_catches_a_mutant(clause: str) -> None:
+    catches = [
+        mutant.name
+        for mutant in MUTANTS
+        if clause in mutant.caught_by
+        and any(_is_evidence(judgement, mutant) for judgement in _outcome(mutant.name).failed.get(clause, []))
     ]
+    assert catches, f"no mutant shows what {clause} is worth: {CLAUSES[clause].sentence}"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutant_is_caught(mutant: Mutant, mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(judgement.holds for judgement in _judgements(mixed, mutant.clause))
-    mutant.apply(monkeypatch)
-    caught = [judgement for judgement in _judgements(mixed, mutant.clause) if not judgement.holds]
-    assert caught, f"{mutant.name} survives {mutant.clause}"
-
-
-def test_every_clause_catches_a_mutant() -> None:
-    assert {mutant.clause for mutant in MUTANTS} == set(CLAUSES)
-
-
-def test_mutant_names_are_unique() -> None:
-    names = [mutant.name for mutant in MUTANTS]
-    assert len(set(names)) == len(names)
+def test_package_as_it_is_fails_no_clause() -> None:
+    for mutant in MUTANTS:
+        _outcome(mutant.name)  # Whatever they changed must be back in place.
+    outcome = _observe(SCENARIOS, {})
+    assert not outcome.failed
+    assert not outcome.errors
