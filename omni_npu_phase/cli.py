@@ -215,6 +215,8 @@ def _tables(report: reports.Report) -> list[Table | str]:
             style = _STYLES[status]
             table.add_row(clause, tier, f"[{style}]{status.replace('_', ' ')}[/]", _few(failing), _escape(seen))
         parts += [table, ""]
+    if report.parity is not None:
+        parts.append(_escape(f"With the mixin, {report.parity}"))
     return parts
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ class _Copy:
     """A device tensor handed in, and where its owned copy goes. Only its shape and dtype are read later."""
 
     like: torch.Tensor
-    write: Callable[[torch.Tensor], None]
+    write: Callable[[torch.Tensor, int | None], None]
 
 
 class StateWrites:
@@ -45,7 +44,11 @@ class StateWrites:
         self._runner = runner
         self._helper = helper
         self._resident = getattr(runner.model, "gpu_resident_buffer_keys", ())
-        self._leaving: list[tuple[torch.Tensor, list[_Copy]]] = []
+        self._leaving: list[tuple[torch.Tensor, list[_Copy], int]] = []
+        """Packed blocks on their way to the host, with the number of the call that handed them in."""
+        self._calls = 0
+        self._written_since: dict[tuple[int, Any], int] = {}
+        """Slots written at once while blocks were on their way, by the number of the call."""
 
     def store(self, request_ids: Sequence[str], updates: Sequence[Any]) -> None:
         """Merge each update dictionary into its own request's live buffer (R8).
@@ -55,6 +58,7 @@ class StateWrites:
         becomes an owned host copy. A tensor that already is the stored value, where it belongs, is left alone. Updates
         that are empty or no dictionary, and requests without state, are passed over.
         """
+        self._calls += 1
         staying: list[_Copy] = []
         leaving: list[_Copy] = []
         for request_id, update in zip(request_ids, updates, strict=True):
@@ -74,7 +78,7 @@ class StateWrites:
         if staying:
             self._write(self._helper.pack([copy.like for copy in staying]), staying)
         if leaving:
-            self._leaving.append((self._helper.pack([copy.like for copy in leaving]), leaving))
+            self._leaving.append((self._helper.pack([copy.like for copy in leaving]), leaving, self._calls))
 
     def store_codes(
         self,
@@ -87,6 +91,7 @@ class StateWrites:
 
         They stay on the device if the codes' key is resident.
         """
+        self._calls += 1
         columns = {key: codes, **marks}
         copies = [
             _Copy(column, partial(self._write_rows, request_ids, name, name == key)) for name, column in columns.items()
@@ -95,13 +100,25 @@ class StateWrites:
         if key in self._resident:
             self._write(block, copies)
         else:
-            self._leaving.append((block, copies))
+            self._leaving.append((block, copies, self._calls))
 
     def finish(self) -> None:
-        """Bring what is still on the device to the host, and write it in the order in which it was handed in."""
+        """Bring what is still on the device to the host, and write what nothing was written over since."""
         leaving, self._leaving = self._leaving, []
-        for (_, copies), block in zip(leaving, self._helper.fetch([block for block, _ in leaving]), strict=True):
-            self._write(block, copies)
+        blocks = self._helper.fetch([block for block, _, _ in leaving])
+        for (_, copies, call), block in zip(leaving, blocks, strict=True):
+            self._write(block, copies, call)
+        self._written_since.clear()
+
+    def _put(self, dest: Any, key: Any, value: Any, call: int | None = None) -> None:
+        """Write a slot, at once or as part of an earlier ``call``; the later call wins."""
+        slot = id(dest), key
+        if call is None:
+            if self._leaving:
+                self._written_since[slot] = self._calls
+            dest[key] = value
+        elif self._written_since.get(slot, call) <= call:
+            dest[key] = value
 
     def _place(self, dest: dict[Any, Any], key: Any, value: Any, copies: list[_Copy], resident: bool) -> None:
         if isinstance(value, torch.Tensor):
@@ -109,12 +126,13 @@ class StateWrites:
         elif isinstance(value, list):
             known = dest.get(key)
             kept = known if isinstance(known, list) else []
-            dest[key] = items = list(value)
+            items = list(value)
+            self._put(dest, key, items)
             for index, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
                     self._place_tensor(items, index, item, kept[index] if index < len(kept) else None, copies, False)
         else:
-            dest[key] = value
+            self._put(dest, key, value)
 
     def _place_tensor(
         self, dest: Any, key: Any, value: torch.Tensor, stored: Any, copies: list[_Copy], resident: bool
@@ -122,19 +140,20 @@ class StateWrites:
         if value is stored and (resident or value.device.type == "cpu"):
             return
         if value.device.type == "cpu" and self._helper.device.type != "cpu" and not resident:
-            dest[key] = value.detach().contiguous()
+            self._put(dest, key, value.detach().contiguous())
         else:
-            copies.append(_Copy(value, partial(operator.setitem, dest, key)))
+            copies.append(_Copy(value, partial(self._put, dest, key)))
 
-    def _write(self, block: torch.Tensor, copies: Sequence[_Copy]) -> None:
+    def _write(self, block: torch.Tensor, copies: Sequence[_Copy], call: int | None = None) -> None:
         owned = self._helper.unpack(block, [copy.like for copy in copies])
         for copy, tensor in zip(copies, owned, strict=True):
-            copy.write(tensor)
+            copy.write(tensor, call)
 
     def _write_rows(
-        self, request_ids: Sequence[str], key: tuple[Any, Any], keeps_row: bool, column: torch.Tensor
+        self, request_ids: Sequence[str], key: tuple[Any, Any], keeps_row: bool, column: torch.Tensor, call: int | None
     ) -> None:
         for row, request_id in enumerate(request_ids):
             info = live_info(self._runner, request_id)
-            info.setdefault(key[0], {})[key[1]] = column[row : row + 1] if keeps_row else column[row]
+            own = column[row : row + 1] if keeps_row else column[row]
+            self._put(info.setdefault(key[0], {}), key[1], own, call)
             self._runner.requests[request_id].additional_information_cpu = info

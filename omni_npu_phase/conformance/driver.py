@@ -9,8 +9,10 @@ dispatcher, and, in scenarios with padding, the captured graph.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -339,6 +341,7 @@ def _make_runner(
     max_tokens: int,
     max_len: int,
 ) -> Any:
+    from transformers import PretrainedConfig
     from vllm.config import CUDAGraphMode, VllmConfig
 
     setting = scenario.setting
@@ -351,15 +354,16 @@ def _make_runner(
     runner.uses_mrope, runner.uses_xdrope_dim = False, 0
     runner.is_pooling_model = runner.is_multimodal_raw_input_only_model = False
     runner.is_multimodal_pruning_enabled = False
-    runner.requires_sequence_parallel = False
+    runner.requires_sequence_parallel, runner.pcp_size = False, 1
     runner.encoder_cache, runner.lookback_token_ids = {}, None
     runner.speculative_config, runner.uniform_decode_query_len = None, 1
     runner.requests, runner.model_intermediate_buffer = {}, {}
     model.requires_raw_input_tokens = False  # type: ignore[attr-defined]
     model_config = SimpleNamespace(
         is_encoder_decoder=False,
+        enforce_eager=True,
         async_chunk=False,
-        hf_text_config=SimpleNamespace(hidden_size=HIDDEN),
+        hf_text_config=PretrainedConfig(hidden_size=HIDDEN),  # type: ignore[call-arg]
         subtalker_sampling_params={"do_sample": False, "top_k": 1},
     )
     runner.model_config = model_config
@@ -370,6 +374,8 @@ def _make_runner(
     runner.compilation_config.max_cudagraph_capture_size = max_requests
     runner.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     runner.cudagraph_dispatcher = _Dispatcher(setting.padded)
+
+    _configure_ascend(runner.vllm_config)
 
     make = runner._make_buffer
     runner.input_ids = make(max_tokens, dtype=torch.int32)
@@ -386,6 +392,14 @@ def _make_runner(
     if variant.mtp and setting.padded:
         runner.talker_mtp = _captured(model.talker_mtp)
     return runner
+
+
+def _configure_ascend(vllm_config: Any) -> None:
+    """Set up vLLM-Ascend's own configuration, as its worker does before it makes a runner."""
+    if "vllm_ascend" in sys.modules and importlib.util.find_spec("vllm_ascend.ascend_config") is not None:
+        from vllm_ascend.ascend_config import init_ascend_config
+
+        init_ascend_config(vllm_config)
 
 
 def _make_input_batch(device: torch.device, max_requests: int, max_tokens: int, max_len: int) -> Any:

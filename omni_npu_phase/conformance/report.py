@@ -37,11 +37,28 @@ class ClauseResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Parity:
+    """How many runs were held against their golden traces, and how those differ that do."""
+
+    compared: int
+    differences: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.differences:
+            return f"routing is identical to the golden traces in all {self.compared} runs"
+        return (
+            f"routing differs from the golden traces in {len(self.differences)} of {self.compared} runs; first: "
+            + (self.differences[0])
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """A verification: the runtime it ran on and every verdict."""
+    """A verification: the runtime it ran on, every verdict, and the mixin's parity with the golden traces."""
 
     runtime: Mapping[str, Any]
     clauses: tuple[ClauseResult, ...]
+    parity: Parity | None = None
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -58,7 +75,8 @@ class Report:
         }
 
     def passed(self, mode: str) -> bool:
-        return not any(result.failed for result in self.of(mode))
+        differs = mode == "mixin" and self.parity is not None and bool(self.parity.differences)
+        return not differs and not any(result.failed for result in self.of(mode))
 
     def to_json(self) -> str:
         document = {
@@ -66,6 +84,7 @@ class Report:
             "runtime": dict(self.runtime),
             "clauses": [asdict(result) for result in self.clauses],
             "summary": self.summary(),
+            "parity": None if self.parity is None else asdict(self.parity),
         }
         return json.dumps(document, indent=2) + "\n"
 
@@ -99,6 +118,8 @@ class Report:
             lines += ["", f"## {mode}: {self.counts(mode)}", "", "| clause | tier | status | scenarios | seen |"]
             lines.append("| --- | --- | --- | --- | --- |")
             lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in self.rows(mode)]
+        if self.parity is not None:
+            lines += ["", f"With the mixin, {self.parity}"]
         return "\n".join(lines) + "\n"
 
     def rows(self, mode: str) -> Iterator[tuple[str, str, str, str, str]]:

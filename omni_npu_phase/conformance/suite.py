@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from omni_npu_phase.conformance.report import ClauseResult, Report, verdict
+from omni_npu_phase.conformance import parity
+from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, verdict
 from omni_npu_phase.conformance.scenarios import SCENARIOS, Scenario
 from omni_npu_phase.contract import CLAUSES, Tier
 
 if TYPE_CHECKING:
-    from omni_npu_phase.conformance.driver import Variant
+    from omni_npu_phase.conformance.driver import Recording, Variant
     from omni_npu_phase.conformance.judge import Judgement
 
 Mode = Literal["released", "mixin"]
@@ -160,11 +161,14 @@ def verify(
     """Run scenarios on a runner and judge it.
 
     ``tiers``: by which clauses each mode is judged; all for the mixin and the required ones for others by default.
+    Runs with the mixin are also held against the golden traces.
     ``xfails``: expected failures, clause id to reason. ``device`` is torch's name, ``device_name`` what reports say.
     ``advance`` is called before each scenario.
     """
     judged = tiers or {"mixin": _ALL, "released": _REQUIRED}
     results: list[ClauseResult] = []
+    differences: list[str] = []
+    compared = 0
     for mode in modes:
         classes = classes_for(mode, runner)
         judgements: list[Judgement] = []
@@ -173,25 +177,38 @@ def verify(
             cls = classes.of(scenario)
             if cls is not None:
                 for variant in variants(scenario, mode):
-                    judgements += _judgements(cls, scenario, variant, device)
+                    run, own = _judged_run(cls, scenario, variant, device)
+                    judgements += own
+                    if mode == "mixin" and run is not None:
+                        compared += 1
+                        difference = parity.compare(run)
+                        differences += [] if difference is None else [str(difference)]
         for clause in CLAUSES.values():
             if clause.tier in judged[mode]:
                 own = [judgement for judgement in judgements if judgement.clause == clause.id]
                 note = _CPU_ONLY.get(clause.id, "") if device == "cpu" and mode == "released" else ""
                 results.append(verdict(mode, clause, own, (xfails or {}).get(clause.id), note))
-    return Report(runtime=describe_runtime(runner, device_name or device), clauses=tuple(results))
+    return Report(
+        runtime=describe_runtime(runner, device_name or device),
+        clauses=tuple(results),
+        parity=Parity(compared, tuple(differences)) if "mixin" in modes else None,
+    )
 
 
-def _judgements(cls: type, scenario: Scenario, variant: Variant, device: str) -> list[Judgement]:
+def _judged_run(
+    cls: type, scenario: Scenario, variant: Variant, device: str
+) -> tuple[Recording | None, list[Judgement]]:
     import torch
 
     from omni_npu_phase.conformance.driver import DriverError, run_scenario
     from omni_npu_phase.conformance.judge import Judgement, judge
 
     try:
-        return judge(run_scenario(cls, scenario, variant, torch.device(device)))
+        run = run_scenario(cls, scenario, variant, torch.device(device))
     except DriverError as error:
-        return [Judgement(clause, scenario.id, str(variant), str(error), undecided=True) for clause in scenario.about]
+        seen = str(error)
+        return None, [Judgement(clause, scenario.id, str(variant), seen, undecided=True) for clause in scenario.about]
+    return run, judge(run)
 
 
 def describe_runtime(runner: RunnerClasses, device: str) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def test_generation_scenarios_need_a_generation_runner(mixed: type) -> None:
 
 def test_json(both: Report) -> None:
     document = json.loads(both.to_json())
-    assert set(document) == {"schema", "runtime", "clauses", "summary"}
+    assert set(document) == {"schema", "runtime", "clauses", "summary", "parity"}
     assert document["schema"] == reports.SCHEMA
     assert set(document["runtime"]) >= {"packages", "device", "runner"}
     assert set(document["clauses"][0]) >= {"mode", "id", "tier", "status", "scenarios", "detail"}

@@ -321,10 +321,10 @@ def _check_no_cann() -> None:
 def _check_no_other_device() -> None:
     import torch
 
-    name = torch._C._get_privateuse1_backend_name()
-    accelerator = torch._C._get_accelerator().type
-    if name != "privateuseone" or accelerator != "cpu":
-        other = name if name != "privateuseone" else accelerator
+    other = torch._C._get_privateuse1_backend_name()
+    if other == "privateuseone":
+        other = torch._C._get_accelerator().type
+    if other != "cpu":
         raise EmulationError(
             "other_device",
             f"this process already has the device '{other}', and PyTorch cannot have two; use a process of its own, "

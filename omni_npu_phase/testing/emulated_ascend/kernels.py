@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The aten operators the emulated device can run, each on CPU tensors that alias device memory.
 
-Three tables, and nothing beside them:
+These tables, and nothing beside them:
 
 * `OWN`: torch_npu's own code runs. It moves or describes memory, and launches none but the CANN operators in
   `operators.py`.
-* `PLAIN`, `RANDOM`, `INDEXED`, `READ_BACK`, `SIZED`: the result is computed here, by PyTorch's CPU kernel. torch_npu
-  would call CANN, so its code around the call is replaced; what of it a caller could notice is kept:
+* `PLAIN`, `RANDOM`, `INDEXED`, `LONG_INDEXED`, `READ_BACK`, `SIZED`: the result is computed here, by PyTorch's CPU
+  kernel. torch_npu would call CANN, so its code around the call is replaced; what of it a caller could notice is
+  kept. 'Measured' is what unmodified torch_npu does before it calls CANN, and a test measures it again; 'stated' is
+  what its aclnn path has to do, which cannot run here:
 
-  - a host tensor of one or more dimensions beside a device tensor is refused, a scalar is accepted (measured on
-    unmodified torch_npu for every kind of operator below);
-  - an index of the wrong dtype is refused by PyTorch itself, as it is there (measured for `index_copy_`);
+  - a host tensor of one or more dimensions beside a device tensor is refused, a scalar is accepted (measured for
+    `add`, `cat`, `stack`, `where`, `embedding`, `index_select` and `index_copy_`, stated for the others);
+  - every operator is one launch (stated);
+  - `LONG_INDEXED` refuses an index that is not int64 (measured);
   - `INDEXED` accepts a host index and uploads it, at a copy and a synchronisation (measured), but refuses host
     values (measured); a boolean mask costs one synchronisation (stated: its size must be known);
-  - `READ_BACK` costs one copy to the host and one synchronisation (measured);
+  - `READ_BACK` costs one copy to the host and one synchronisation (measured once, with kernels that do nothing);
   - `SIZED` costs one synchronisation (stated: the size of the result depends on the data);
   - a generator of another device is refused (measured). The random numbers themselves are neither the CPU's nor
     an NPU's: they are a function of the generator's seed and offset, and the offset advances.
@@ -49,8 +52,8 @@ PLAIN = frozenset(
     amin any arange argmax argmin argsort baddbmm bitwise_and bitwise_and_ bitwise_not bitwise_not_ bitwise_or
     bitwise_or_ bitwise_xor bitwise_xor_ bmm cat ceil ceil_ clamp clamp_ clamp_max clamp_max_ clamp_min
     clamp_min_ constant_pad_nd cos cos_ cumprod cumsum div div_ dot embedding eq eq_ erf exp exp_ eye fill_ flip
-    floor floor_ floor_divide floor_divide_ fmod fmod_ full gather ge ge_ gelu gt gt_ index_add index_copy
-    index_copy_ index_select isclose isfinite isnan le le_ lerp linalg_vector_norm linspace log log1p log2 log_
+    floor floor_ floor_divide floor_divide_ fmod fmod_ full gather ge ge_ gelu gt gt_ index_add
+    index_select isclose isfinite isnan le le_ lerp linalg_vector_norm linspace log log1p log2 log_
     log_softmax logical_and logical_and_ logical_not logical_not_ logical_or logical_or_ logical_xor logsumexp
     lt lt_ masked_fill_ masked_scatter_ matmul max maximum mean min minimum mm mul mul_ mv nan_to_num
     native_group_norm native_layer_norm ne ne_ neg neg_ ones ones_like pow pow_ prod reciprocal reciprocal_ relu
@@ -66,6 +69,8 @@ RANDOM = frozenset(
 INDEXED = frozenset(["_index_put_impl_", "index", "index_put", "index_put_"])
 READ_BACK = frozenset(["equal"])
 SIZED = frozenset(["masked_select", "nonzero"])
+LONG_INDEXED = frozenset(["index_copy", "index_copy_"])
+_KNOWN = OWN | PLAIN | RANDOM | INDEXED | READ_BACK | SIZED | LONG_INDEXED
 
 # A Philox offset counts in fours.
 _OFFSET_STEP = 4
@@ -81,7 +86,14 @@ class Kernels:
         for name in _reaching_device():
             packet = name.partition(".")[0]
             if packet not in OWN:
-                self._library.impl(name, self._implementation(name, packet), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+                self._register(name, self._implementation(name, packet), "PrivateUse1")
+        # torch_npu takes some operators apart for autograd before the device's kernel is asked for.
+        for name in _registered("AutogradPrivateUse1"):
+            if name.partition(".")[0] not in _KNOWN:
+                self._register(name, _refusal(name), "AutogradPrivateUse1")
+
+    def _register(self, name: str, implementation: Callable[..., Any], key: str) -> None:
+        self._library.impl(name, implementation, key, allow_override=True)  # type: ignore[no-untyped-call]
 
     def _implementation(self, name: str, packet: str) -> Callable[..., Any]:
         if packet in RANDOM:
@@ -92,6 +104,8 @@ class Kernels:
             run = self._run_read_back
         elif packet in SIZED:
             run = self._run_sized
+        elif packet in LONG_INDEXED:
+            run = self._run_long_indexed
         elif packet in PLAIN:
             run = self._run
         else:
@@ -148,6 +162,12 @@ class Kernels:
         _synchronize()
         return self._run(operator, args, kwargs)
 
+    def _run_long_indexed(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        index = args[2]
+        if index.dtype != torch.int64:
+            raise IndexError(f"{operator} expects an int64 index, and was given {index.dtype}")
+        return self._run(operator, args, kwargs)
+
     def _run_read_back(self, operator: Any, args: Any, kwargs: Any) -> Any:
         answer = self._run(operator, args, kwargs)
         on_device = torch.empty((), dtype=torch.bool, device=_device_of(operator, (args, kwargs)))
@@ -165,18 +185,26 @@ def host_alias(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _reaching_device() -> list[str]:
+def _registered(key: str) -> set[str]:
+    """Aten operators with a kernel of torch_npu's; it registers some names PyTorch does not know."""
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    return {name for name in _operators() if f"aten::{name}" in registered}
+
+
+def _reaching_device() -> set[str]:
     """Operators torch_npu has a kernel for, and those nothing but its fallback to the CPU would answer."""
-    dispatcher = torch._C
     composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-    registered = set(dispatcher._dispatch_get_registrations_for_dispatch_key("PrivateUse1"))
-    names = [name for name in dispatcher._dispatch_get_all_op_names() if name.startswith("aten::")]
-    return [
-        name[len("aten::") :]
-        for name in names
-        if name in registered
-        or not any(dispatcher._dispatch_has_kernel_for_dispatch_key(name, key) for key in composite)
-    ]
+    unanswered = {
+        name
+        for name in _operators()
+        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for key in composite)
+    }
+    return _registered("PrivateUse1") | unanswered
+
+
+def _operators() -> list[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return [name[len("aten::") :] for name in names if name.startswith("aten::")]
 
 
 def _refusal(name: str) -> Callable[..., Any]:

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parity: what a runner did with every row, held against golden traces made by the mixin on CPU.
+
+A trace says, per row, what the hook was told, which hook it was, where the row lies, whether it went to MTP, and its
+codes and embeddings, exactly. How rows were grouped into calls is no part of it. The golden files are made by
+``python -m omni_npu_phase.conformance.parity --write`` and kept in the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_npu_phase import contract
+from omni_npu_phase.conformance.scenarios import SCENARIOS, Row, Scenario
+
+if TYPE_CHECKING:
+    from omni_npu_phase.conformance.driver import Recording, StepRecord
+
+Trace = dict[str, Any]
+# Longer spans are kept as their first and last row and a digest, so that a golden file stays readable.
+_LONGEST_SPAN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first step at which a run and its golden trace differ."""
+
+    scenario: str
+    variant: str
+    where: str
+    golden: str
+    here: str
+
+    def __str__(self) -> str:
+        return f"{self.scenario} ({self.variant}), {self.where}:\n  golden: {self.golden}\n  here:   {self.here}"
+
+
+def trace(run: Recording) -> Trace:
+    """The normalised routing of a run, made of what JSON can hold."""
+    return {
+        "ended": "as planned"
+        if run.error is None
+        else f"error {getattr(run.error, 'clause', type(run.error).__name__)}",
+        "steps": [list(_rows(run, step)) for step in run.steps],
+    }
+
+
+def _rows(run: Recording, step: StepRecord) -> Iterator[dict[str, Any]]:
+    from omni_npu_phase.conformance.model import place
+
+    in_mtp = [place(token_id) for call in step.log.mtp for token_id in call.token_ids]
+    for row, start in zip(step.rows, step.offsets, strict=True):
+        own = place(run.token(row))
+        calls = [call for call in step.log.hooks if place(call.token_ids[0]) == own]
+        yield {
+            "row": _title(row),
+            "hook": " ".join(call.hook for call in calls) or None,
+            "told": [[_plain(call.info.get(name)) for name in contract.FIELDS] for call in calls],
+            "at": start,
+            "mtp": in_mtp.index(own) if own in in_mtp else None,
+            "codes": _codes(run, step.codes.get(row.request)),
+            "embeds": _embeds((step.embeds or [])[start : start + row.span]),
+        }
+
+
+def _title(row: Row) -> str:
+    return f"{row.request} P={row.prompt} C={row.computed} S={row.span}"
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in (int, bool) else repr(value)
+
+
+def _codes(run: Recording, codes: list[int] | None) -> list[Any] | None:
+    if codes is None or not run.scenario.setting.seeds:
+        return codes
+    # A seeded draw depends on the device's generator; that it was drawn does not.
+    return [*codes[:-1], "drawn" if codes[-1] else "not drawn"]
+
+
+def _embeds(rows: Sequence[Sequence[float]]) -> list[Any]:
+    whole = [[int(value) for value in row] for row in rows]
+    if len(whole) <= _LONGEST_SPAN:
+        return whole
+    digest = hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:16]
+    return [whole[0], whole[-1], f"{len(whole)} rows {digest}"]
+
+
+def golden(scenario: Scenario) -> Mapping[str, Trace]:
+    """The golden traces of a scenario by variant. Raises FileNotFoundError for a scenario that has none."""
+    path = resources.files(__package__) / "golden" / f"{scenario.id}.json"
+    try:
+        traces: Mapping[str, Trace] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        advice = "make it with: python -m omni_npu_phase.conformance.parity --write"
+        raise FileNotFoundError(f"scenario {scenario.id} has no golden trace; {advice}") from None
+    return traces
+
+
+def compare(run: Recording) -> Difference | None:
+    """The first difference between a run and its golden trace, None where they are the same."""
+    variant = str(run.variant)
+    wanted, found = golden(run.scenario).get(variant), trace(run)
+    if wanted is None:
+        return Difference(run.scenario.id, variant, "the whole run", "no such variant", found["ended"])
+    for where, one, other in _parts(wanted, found):
+        if one != other:
+            return Difference(run.scenario.id, variant, where, one, other)
+    return None
+
+
+def _parts(wanted: Trace, found: Trace) -> Iterator[tuple[str, str, str]]:
+    for number in range(max(len(wanted["steps"]), len(found["steps"]))):
+        one, other = (steps["steps"][number] if number < len(steps["steps"]) else [] for steps in (wanted, found))
+        for index in range(max(len(one), len(other))):
+            texts = [json.dumps(rows[index]) if index < len(rows) else "no such row" for rows in (one, other)]
+            yield f"step {number + 1}, row {index}", texts[0], texts[1]
+    yield "the end", wanted["ended"], found["ended"]
+
+
+def render(traces: Mapping[str, Trace]) -> str:
+    """A golden file: one line per row, so that a change shows as the rows it changes."""
+    lines = ["{"]
+    for number, (variant, own) in enumerate(traces.items()):
+        lines.append(f"  {json.dumps(variant)}: {{")
+        lines.append(f'    "ended": {json.dumps(own["ended"])},')
+        lines.append('    "steps": [')
+        for index, step in enumerate(own["steps"]):
+            lines.append("      [")
+            lines += [
+                f"        {json.dumps(row)}{',' if place + 1 < len(step) else ''}" for place, row in enumerate(step)
+            ]
+            lines.append("      ]" + ("," if index + 1 < len(own["steps"]) else ""))
+        lines.append("    ]")
+        lines.append("  }" + ("," if number + 1 < len(traces) else ""))
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def golden_files() -> Iterator[tuple[str, str]]:
+    """Name and text of every golden file, from a fresh run of the mixin on CPU."""
+    import torch
+
+    from omni_npu_phase.conformance import suite
+    from omni_npu_phase.conformance.driver import run_scenario
+
+    runner = suite.classes_for("mixin", suite.load_runner("gpu-v1"))
+    for scenario in SCENARIOS:
+        cls = runner.of(scenario)
+        assert cls is not None
+        runs = [run_scenario(cls, scenario, each, torch.device("cpu")) for each in suite.variants(scenario, "mixin")]
+        yield f"{scenario.id}.json", render({str(run.variant): trace(run) for run in runs})
+
+
+def main() -> int:
+    """Write the golden files, or check that they are what the code makes."""
+    parser = argparse.ArgumentParser(prog="python -m omni_npu_phase.conformance.parity", description=__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true", help="make all golden files anew")
+    what.add_argument("--check", action="store_true", help="exit 1 if a golden file is not what the code makes")
+    arguments = parser.parse_args()
+    folder = Path(str(resources.files(__package__) / "golden"))
+    made = dict(golden_files())
+    known = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.json")} if folder.is_dir() else {}
+    stale = sorted(name for name in {*made, *known} if made.get(name) != known.get(name))
+    if arguments.write:
+        folder.mkdir(exist_ok=True)
+        for name in stale:
+            if name in made:
+                (folder / name).write_text(made[name], encoding="utf-8")
+            else:
+                (folder / name).unlink()
+        sys.stderr.write(f"{len(made)} golden files, {len(stale)} changed\n")
+        return 0
+    sys.stderr.write(f"stale: {', '.join(stale)}\n" if stale else f"{len(made)} golden files are up to date\n")
+    return int(bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
