@@ -105,10 +105,46 @@ def npu_overlay(venv: Path | None = None) -> Path:
     return (venv or location()) / "overlays" / "torch-npu"
 
 
-def emulated_variables() -> dict[str, str]:
-    """Return the variables of a process that uses the emulated Ascend device."""
-    path = os.pathsep.join(filter(None, [str(npu_overlay()), str(ROOT), os.environ.get("PYTHONPATH")]))
+def emulated_variables(*overlays: Path) -> dict[str, str]:
+    """Return the variables of a process that uses the emulated Ascend device, with further overlays before it."""
+    folders = [*map(str, overlays), str(npu_overlay()), str(ROOT), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     return {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": "0"}
+
+
+def ascend_overlay() -> Path:
+    """Return the folder with vLLM-Omni 0.24 and its real vLLM-Ascend, making it first if need be.
+
+    Exits with status 2 and an explanation when it cannot be made.
+    """
+    ensure()
+    venv = location()
+    folder = venv / "overlays" / "ascend-0.24"
+    done = folder / "complete"
+    if done.exists():
+        return folder
+    packages = [line for line in (PINS / "ascend-0.24.txt").read_text().splitlines() if "==" in line]
+    ascend = [line for line in packages if line.startswith("vllm-ascend")]
+    try:
+        with _lock(venv):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                target = ["--no-deps", "--target", str(folder)]
+                others = [line for line in packages if line not in ascend]
+                _pip(venv, "1/2 vLLM-Omni 0.24 and its vLLM", [*target, *others])
+                # Pure Python: the kernels need a compiler for NPUs.
+                settings = {
+                    "COMPILE_CUSTOM_KERNELS": "0",
+                    "SOC_VERSION": "ascend910b1",
+                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+                    "PATH": os.pathsep.join([str(venv / "bin"), os.environ.get("PATH", "")]),
+                }
+                _pip(venv, "2/2 vLLM-Ascend from source", [*target, "--no-build-isolation", *ascend], settings)
+                done.touch()
+    except PreparationError as problem:
+        _say(f"failed: {problem}")
+        sys.exit(2)
+    return folder
 
 
 def _prepare(venv: Path) -> None:
@@ -315,13 +351,13 @@ def _pinned(*names: str) -> list[str]:
     return [line for line in lines if line.partition("==")[0] in names]
 
 
-def _pip(venv: Path, title: str, arguments: list[str]) -> None:
+def _pip(venv: Path, title: str, arguments: list[str], settings: dict[str, str] | None = None) -> None:
     options = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     pip = [str(_python_of(venv)), "-m", "pip", "install", *options]
-    _step(venv, title, [*pip, *arguments])
+    _step(venv, title, [*pip, *arguments], settings)
 
 
-def _step(venv: Path, title: str, command: list[str]) -> None:
+def _step(venv: Path, title: str, command: list[str], settings: dict[str, str] | None = None) -> None:
     log = venv / LOG
     started = said = time.monotonic()
     _say(title)
@@ -332,7 +368,7 @@ def _step(venv: Path, title: str, command: list[str]) -> None:
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=subprocess.STDOUT,
-            env=_pip_settings(),
+            env={**_pip_settings(), **(settings or {})},
             close_fds=False,
         )
         try:

@@ -105,6 +105,10 @@ def prepare_device(name: str) -> str:
                 from omni_npu_phase.testing.emulated_ascend import vllm_ascend_standin
 
                 vllm_ascend_standin.install()
+            else:
+                from omni_npu_phase.testing.emulated_ascend import torchvision_standin
+
+                torchvision_standin.install()
         except emulated_ascend.EmulationError as error:
             raise NoRuntimeError(f"no emulated device: {error}") from error
         return "npu"
