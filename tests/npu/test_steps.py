@@ -64,7 +64,9 @@ class Talker:
         return {"hidden_states": {"last": hidden_states[-1:]}}
 
 
-def _count(cls: type, rows: int, hook: Hook, updates: str, resident: bool, device: torch.device, emulated: Any) -> Any:
+def count_step(
+    cls: type, rows: int, hook: Hook, updates: str, resident: bool, device: torch.device, emulated: Any
+) -> Any:
     """Counts of the third of three equal steps, and the runner."""
     decodes = step(*(row(f"r{number}", 2, 2 + number % 3, 1, MTP) for number in range(rows)))
     case = Scenario("counted", "decode rows", (), (decodes,))
@@ -91,7 +93,7 @@ def _count(cls: type, rows: int, hook: Hook, updates: str, resident: bool, devic
 def test_transfers_and_waits_do_not_grow_with_rows(
     rows: int, hook: Hook, updates: str, resident: bool, runner: suite.RunnerClasses, device: Any, emulated: Any
 ) -> None:
-    counting, instance = _count(runner.autoregressive, rows, hook, updates, resident, device, emulated)
+    counting, instance = count_step(runner.autoregressive, rows, hook, updates, resident, device, emulated)
     counts = counting.counts
     to_host = int(not resident or updates == "talker")
     assert counts.d2h == to_host
@@ -109,7 +111,7 @@ def test_transfers_and_waits_do_not_grow_with_rows(
 
 def test_stored_results_are_owned(runner: suite.RunnerClasses, device: Any, emulated: Any) -> None:
     for resident in (True, False):
-        _, instance = _count(runner.autoregressive, 8, "batched", "talker", resident, device, emulated)
+        _, instance = count_step(runner.autoregressive, 8, "batched", "talker", resident, device, emulated)
         for tensor in (instance.model.codes, instance.model.hidden, instance.model.valid):
             tensor.zero_()
         info = instance.model_intermediate_buffer["r3"]
@@ -121,13 +123,13 @@ def test_stored_results_are_owned(runner: suite.RunnerClasses, device: Any, emul
 def test_the_released_runner_aliases(device: Any, emulated: Any) -> None:
     """It asks `is_cuda` before it copies, which no NPU tensor answers with yes."""
     released = suite.load_runner("npu-v1").autoregressive
-    _, instance = _count(released, 8, "batched", "toy", False, device, emulated)
+    _, instance = count_step(released, 8, "batched", "toy", False, device, emulated)
     instance.model.codes.zero_()
     assert instance.model_intermediate_buffer["r3"]["codes"]["audio"].eq(0).all()
 
 
 def test_what_postprocess_stores_leaves_together(runner: suite.RunnerClasses, device: Any, emulated: Any) -> None:
-    _, instance = _count(runner.autoregressive, 8, "batched", "toy", True, device, emulated)
+    _, instance = count_step(runner.autoregressive, 8, "batched", "toy", True, device, emulated)
     instance.model.gpu_resident_buffer_keys = set()
     hidden = torch.arange(8.0 * HIDDEN).reshape(8, HIDDEN).to(device)
     scheduled = driver._scheduler_output(tuple(row(f"r{n}", 2, 2, 1, MTP) for n in range(8)), reverse=False)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print, as markdown, what one decode step costs on the emulated device: the released runner beside the mixin.
+
+Hooks and MTP hand out tensors made beforehand, results go to the host, and the third of three equal steps is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from omni_npu_phase.conformance import suite
+
+COLUMNS = ("hook", "updates", "rows", "runner", "host waits", "to host", "to device", "on device", "kernels", "hazards")
+
+
+def lines() -> Iterator[str]:
+    """The table's lines; activates the emulated device, so use it in a process of its own."""
+    with contextlib.redirect_stdout(sys.stderr):
+        suite.prepare_device("emulated")
+        import torch
+
+        from omni_npu_phase.testing import emulated_ascend
+        from tests.npu.test_steps import ROWS, count_step
+
+        released = suite.load_runner("npu-v1")
+        runners = {"released": released, "mixin": suite.classes_for("mixin", released)}
+    device = emulated_ascend.active_device()
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|" + " --- |" * len(COLUMNS)
+    for hook in ("batched", "scalar"):
+        for updates in ("toy", "talker"):
+            for rows in ROWS:
+                for name, runner in runners.items():
+                    npu = torch.device("npu:0")
+                    counting, _ = count_step(runner.autoregressive, rows, hook, updates, False, npu, device)
+                    counts = counting.counts
+                    cells = (counts.host_syncs, counts.d2h, counts.h2d, counts.d2d, counts.kernels)
+                    row = (hook, updates, rows, name, *cells, len(counting.hazards))
+                    yield f"| {' | '.join(map(str, row))} |"
+
+
+if __name__ == "__main__":
+    for line in lines():
+        sys.stdout.write(line + "\n")
