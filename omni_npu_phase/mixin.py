@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -128,8 +129,8 @@ class _Phase:
     deviations: Deviations
     plan: StepPlan | None = None
     """The step's plan while the released code runs, which then sees a model without hooks."""
-    writes: StateWrites | None = None
-    """The writes being collected, where a step or a postprocess is under way."""
+    collecting: threading.local = field(default_factory=threading.local)
+    """``writes``: those of the step or postprocess under way. An output thread may postprocess beside a step."""
     helpers: dict[torch.device, BufferHelper] = field(default_factory=dict)
 
     @property
@@ -152,14 +153,15 @@ class _Phase:
     @contextmanager
     def writing(self) -> Iterator[StateWrites]:
         """Writes into live buffers that are complete when the outermost block ends, also when it ends in an error."""
-        if self.writes is not None:
-            yield self.writes
+        outer: StateWrites | None = getattr(self.collecting, "writes", None)
+        if outer is not None:
+            yield outer
             return
-        self.writes = StateWrites(self.runner, self.helper(_device_of(self.runner)))
+        writes = self.collecting.writes = StateWrites(self.runner, self.helper(_device_of(self.runner)))
         try:
-            yield self.writes
+            yield writes
         finally:
-            writes, self.writes = self.writes, None
+            self.collecting.writes = None
             writes.finish()
 
 

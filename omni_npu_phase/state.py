@@ -150,7 +150,12 @@ class StateWrites:
             copy.write(tensor, call)
 
     def _write_rows(
-        self, request_ids: Sequence[str], key: tuple[Any, Any], keeps_row: bool, column: torch.Tensor, call: int | None
+        self,
+        request_ids: Sequence[str],
+        key: tuple[Any, Any],
+        keeps_row: bool,
+        column: torch.Tensor,
+        call: int | None = None,
     ) -> None:
         for row, request_id in enumerate(request_ids):
             info = live_info(self._runner, request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -365,6 +366,26 @@ def test_infos_show_what_the_hooks_just_returned(mixed: type) -> None:
     run = _run(mixed, "request-ids", hook="scalar")
     (call,) = run.steps[0].log.mtp
     assert [info["mark"]["token"] for info in call.keywords["req_infos"]] == call.token_ids
+
+
+def test_an_output_thread_does_not_join_the_writes_of_a_step(bare: Any) -> None:
+    """It finishes its own, while a step's are still being collected."""
+    phase = mixin._phase_of(bare)
+    bare.model.has_preprocess = True
+    seen = []
+
+    def postprocess() -> None:
+        bare._update_intermediate_buffer("r2", {"last": torch.ones(1)})
+        seen.append(bare.model_intermediate_buffer["r2"]["last"].item())
+
+    with phase.writing() as writes:
+        writes.store(["r1"], [{"mine": torch.ones(1)}])
+        thread = threading.Thread(target=postprocess)
+        thread.start()
+        thread.join()
+        assert seen == [1.0]
+        assert "mine" not in bare.model_intermediate_buffer["r1"]
+    assert bare.model_intermediate_buffer["r1"]["mine"].item() == 1.0
 
 
 # Edges that no scenario reaches.
