@@ -17,6 +17,8 @@ from omni_npu_phase.conformance import suite
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 UNUSABLE = 2
 _DEVICE = pytest.StashKey[str]()
+_NO_DEVICE = "no NPU here; --device emulated runs these without one"
+_NOT_SHOWN = "not shown by emulation"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,9 +41,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     device = config.stash.get(_DEVICE, None)
     for item in items:
         if device is None:
-            item.add_marker(pytest.mark.skip(reason="no NPU here; --device emulated runs these without one"))
+            item.add_marker(pytest.mark.skip(reason=_NO_DEVICE))
         elif device == "emulated" and item.get_closest_marker("hardware"):
-            item.add_marker(pytest.mark.skip(reason="not shown by emulation"))
+            item.add_marker(pytest.mark.skip(reason=_NOT_SHOWN))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line each what was skipped and why; pytest itself counts only."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if terminalreporter.config.stash.get(_DEVICE, None) is None:
+        terminalreporter.write_line(f"tests/npu: {_NO_DEVICE}")
+    for report in skipped:
+        if isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(_NOT_SHOWN):
+            terminalreporter.write_line(f"{_NOT_SHOWN}: {report.nodeid}")
 
 
 @pytest.fixture(scope="session")
