@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omni_npu_phase.runtimes import Runtime, v1
+from omni_npu_phase.runtimes.v1 import v1_runtime
 
 
 def _write_keywords(info: dict[str, Any], request_id: str, prompt_len: int, num_computed: int, state: Any) -> None:
@@ -17,16 +17,10 @@ def _write_keywords(info: dict[str, Any], request_id: str, prompt_len: int, num_
     info["_omni_seed"] = getattr(sampling, "seed", None)
 
 
-RUNTIME = Runtime(
-    name="vLLM-Omni 0.30 (V1)",
-    # The last is not called; it came with 0.30 and tells it from its predecessors.
-    methods={**v1.METHODS, "_report_model_local_kv": ()},
-    preprocess_values=v1.PREPROCESS_VALUES,
+RUNTIME = v1_runtime(
+    "vLLM-Omni 0.30 (V1)",
+    # It came with 0.30.
+    marks={"_report_model_local_kv": ()},
     seed_key="tts_local_seed",
     write_keywords=_write_keywords,
-    attach_infos=v1.attach_infos,
-    mtp_graph=v1.mtp_graph,
-    is_graph=v1.is_graph,
-    eager=v1.eager,
-    forward_context=v1.forward_context,
 )
