@@ -33,7 +33,9 @@ SYNCED_READ = {"d2h_sync": 1, "stream_syncs": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def activated() -> Device:
+def activated(pytestconfig: pytest.Config) -> Device:
+    if pytestconfig.getoption("--device") != "emulated":
+        pytest.skip("about the emulated device, which --device emulated brings")
     return emulated_ascend.activate()
 
 
@@ -174,6 +176,34 @@ def test_it_is_an_npu_and_no_cuda_device(npu: Device) -> None:
     tensor = torch.zeros(2, device="npu")
     assert (tensor.is_cuda, tensor.device.type, torch.npu.is_available()) == (False, "npu", True)
     assert torch.npu.get_device_name() == "Ascend910B3"
+    assert torch.npu.device_count() == 1
+
+
+def test_pinned_memory_is_pinned(npu: Device) -> None:
+    import torch
+
+    pageable = torch.ones(4)
+    assert not pageable.is_pinned()
+    assert not torch.ones(4, device="npu").is_pinned()
+    for pinned in (pageable.pin_memory(), torch.empty(4, pin_memory=True), torch.tensor([1, 2], pin_memory=True)):
+        assert pinned.is_pinned()
+        assert pinned[1:].is_pinned()
+        assert pinned.device.type == "cpu"
+
+
+def test_bytes_are_counted_by_direction(npu: Device) -> None:
+    import torch
+
+    host, pinned, on_npu = torch.ones(6), torch.ones(10).pin_memory(), torch.empty(10, device="npu")
+    with npu.counting() as counting:
+        on_npu[:6].copy_(host)
+        on_npu.copy_(pinned, non_blocking=True)
+        pinned[:3].copy_(on_npu[:3], non_blocking=True)
+        on_npu[:2].copy_(on_npu[2:4])
+        on_npu[0].item()
+    counts = counting.counts
+    assert (counts.h2d_bytes, counts.d2h_bytes, counts.d2d_bytes) == (24 + 40, 12 + 4, 8)
+    assert (counts.h2d, counts.d2h, counts.d2d) == (2, 2, 1)
 
 
 def test_stated_costs(npu: Device) -> None:
@@ -552,6 +582,21 @@ def test_counts_are_live_then_final(npu: Device, traffic: Traffic) -> None:
     assert (counts.h2d, counts.d2h, counts.d2d, counts.host_syncs, counts.kernels) == (1, 0, 0, 1, 1)
 
 
+def test_counts_nest_and_may_be_counted_again(npu: Device, traffic: Traffic) -> None:
+    outer = npu.counting()
+    with outer:
+        traffic.upload()
+        with npu.counting() as inner:
+            traffic.upload()
+        traffic.pinned.fill_(9)
+    assert (inner.counts.h2d, outer.counts.h2d) == (1, 2)
+    assert (len(inner.hazards), len(outer.hazards)) == (0, 2)
+    with outer:
+        traffic.current.synchronize()
+    assert outer.counts == Counts(stream_syncs=1)
+    assert outer.hazards == ()
+
+
 def test_waits_of_the_host_and_of_the_device_are_counted_apart(npu: Device, traffic: Traffic) -> None:
     with npu.counting() as counting:
         event = _event()
@@ -634,6 +679,26 @@ def test_a_cann_operator_without_kernel_is_named(npu: Device) -> None:
         npu.raise_faults()
 
 
+def test_a_kernel_that_refuses_its_operands_is_quoted_once(npu: Device) -> None:
+    """As CANN would report it: to the caller, and not again to whoever uses the device next."""
+    import torch
+
+    narrow, wide = torch.zeros(1, 8, device="npu"), torch.ones(2, 8, device="npu")
+    with npu.counting() as counting:
+        with pytest.raises(RuntimeError, match=r"operator ViewCopy failed: RuntimeError: output with shape \[1, 8\]"):
+            narrow.copy_(wide)
+        assert narrow.tolist() == [[0] * 8]
+        torch.zeros(1, device="npu")
+    assert "ViewCopy" not in counting.counts.launches
+
+
+def test_a_dtype_outside_the_model_is_named(npu: Device) -> None:
+    import torch
+
+    with pytest.raises(RuntimeError, match="aclDataType 35 is not modelled"):
+        torch.empty(4, dtype=torch.float8_e5m2, device="npu").to(torch.float32)
+
+
 def test_a_copy_outside_its_memory_fails(npu: Device, traffic: Traffic) -> None:
     cann = ctypes.CDLL("libascendcl.so")
     size = ctypes.c_size_t(1 << 40)
@@ -713,6 +778,15 @@ def test_a_cann_that_can_be_loaded_is_left_alone(tmp_path: Path) -> None:
     subprocess.run([compiler, "-shared", "-x", "c", os.devnull, "-o", tmp_path / "libascendcl.so"], check=True)
     line = _in_a_process(ACTIVATE, LD_LIBRARY_PATH=str(tmp_path))
     assert line.startswith("cann_present [cann_present] this machine has CANN (libascendcl.so can be loaded)")
+
+
+def test_libraries_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
+    directory = library.build("2.13.0")
+    shutil.copytree(directory, tmp_path / directory.name)
+    (tmp_path / directory.name / "libhccl.so").write_text("no library")
+    line = _in_a_process(ACTIVATE, OMNI_NPU_PHASE_CACHE=str(tmp_path))
+    assert line.startswith("load_failed")
+    assert f"delete {tmp_path / directory.name}" in line
 
 
 def test_activation_does_not_change_its_mind(npu: Device) -> None:

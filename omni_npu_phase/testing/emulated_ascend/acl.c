@@ -554,8 +554,9 @@ aclError aclQueryEventRecordedStatus(void *handle, int *status) { return aclrtQu
 typedef struct { int32_t dtype, rank; int64_t shape[MAX_DIMS]; } descriptor;
 typedef struct { void *data; size_t size; } buffer;
 typedef struct { void *data; size_t size; int32_t dtype, rank; int64_t shape[MAX_DIMS]; } operand;
-enum { DONE = 0, NO_KERNEL = 1 };
-typedef int (*kernel_runner)(const char *name, int inputs, const operand *in, int outputs, const operand *out);
+enum { DONE = 0, NO_KERNEL = 1, REFUSED = 2 };
+typedef int (*kernel_runner)(const char *name, int inputs, const operand *in, int outputs, const operand *out,
+                             char *why, size_t room);
 static kernel_runner run_kernel;
 
 void emu_set_kernel_runner(kernel_runner runner) { run_kernel = runner; }
@@ -590,11 +591,15 @@ static aclError execute(const char *name, int inputs, descriptor **in_desc, buff
   for (int i = 0; usable && i < inputs; i++) operands[i] = operand_of(in_desc[i], in[i]);
   for (int i = 0; usable && i < outputs; i++) operands[MAX_OPERANDS + i] = operand_of(out_desc[i], out[i]);
   // Unlocked: the runner is Python and may come back here.
-  int result = usable ? run_kernel(name, inputs, operands, outputs, operands + MAX_OPERANDS) : NO_KERNEL;
+  int result = usable ? run_kernel(name, inputs, operands, outputs, operands + MAX_OPERANDS, recent_error,
+                                   sizeof recent_error)
+                      : NO_KERNEL;
   if (result == DONE) return OK;
+  // A kernel that refuses its operands, shapes for example, has answered. torch_npu raises its text, and that is all:
+  // a fault would be raised again, in whatever the host does next.
+  if (result == REFUSED) return INTERNAL_ERROR;
   pthread_mutex_lock(&lock);
-  fail_locked(INTERNAL_ERROR, result == NO_KERNEL ? "the emulated Ascend device has no kernel for the CANN operator %s"
-                                                  : "the emulated kernel of the CANN operator %s failed", name);
+  fail_locked(INTERNAL_ERROR, "the emulated Ascend device has no kernel for the CANN operator %s", name);
   pthread_mutex_unlock(&lock);
   return INTERNAL_ERROR;
 }

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _MAX_DIMS = 16
-_DONE, _NO_KERNEL, _KERNEL_FAILED = 0, 1, 2
+_DONE, _NO_KERNEL, _REFUSED = 0, 1, 2
 
 # aclDataType
 _DTYPES = {
@@ -44,7 +43,14 @@ class Operand(ctypes.Structure):
 
 
 KERNEL_RUNNER = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(Operand), ctypes.c_int, ctypes.POINTER(Operand)
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.POINTER(Operand),
+    ctypes.c_int,
+    ctypes.POINTER(Operand),
+    ctypes.c_void_p,
+    ctypes.c_size_t,
 )
 
 
@@ -56,7 +62,9 @@ def host_view(address: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _flat(operand: Any) -> torch.Tensor:
-    dtype = _DTYPES[operand.dtype]
+    dtype = _DTYPES.get(operand.dtype)
+    if dtype is None:
+        raise NotImplementedError(f"the aclDataType {operand.dtype} is not modelled")
     return host_view(operand.data or 0, operand.size // dtype.itemsize * dtype.itemsize, dtype)
 
 
@@ -109,16 +117,18 @@ OPERATORS: dict[str, Callable[[Any, Any], None]] = {
 def kernel_runner(launched: Callable[[str], None]) -> Any:
     """The callback acl.c runs an operator with. The caller must keep it alive."""
 
-    def run(name: bytes, inputs: int, in_: Any, outputs: int, out: Any) -> int:
+    def run(name: bytes, inputs: int, in_: Any, outputs: int, out: Any, why: int, room: int) -> int:
         operator = OPERATORS.get(name.decode())
         if operator is None:
             return _NO_KERNEL
         # ctypes would print the exception and report success.
         try:
             operator([in_[i] for i in range(inputs)], [out[i] for i in range(outputs)])
-        except Exception:  # noqa: BLE001 - nothing may leave a C callback; the status makes the caller raise
-            traceback.print_exc()
-            return _KERNEL_FAILED
+        except Exception as error:  # noqa: BLE001 - nothing may leave a C callback; torch_npu raises the text
+            text = f"the emulated kernel of the CANN operator {name.decode()} failed: {type(error).__name__}: {error}"
+            message = text.encode()[: room - 1] + b"\0"
+            ctypes.memmove(why, message, len(message))
+            return _REFUSED
         launched(name.decode())
         return _DONE
 
