@@ -147,7 +147,8 @@ class StateWrites:
     def _write(self, block: torch.Tensor, copies: Sequence[_Copy], call: int | None = None) -> None:
         owned = self._helper.unpack(block, [copy.like for copy in copies])
         for copy, tensor in zip(copies, owned, strict=True):
-            copy.write(tensor, call)
+            # On the host a small value must not keep a whole block of others alive for as long as its request lives.
+            copy.write(tensor.clone() if len(copies) > 1 and tensor.device.type == "cpu" else tensor, call)
 
     def _write_rows(
         self,

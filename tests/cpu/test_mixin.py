@@ -354,6 +354,71 @@ def test_too_few_codes(bare: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert "expected at least 2 code rows, got 1" in caplog.text
 
 
+@pytest.mark.parametrize("resident", [True, False])
+def test_rows_without_codes_store_none_of_a_neighbour(bare: Any, resident: bool) -> None:
+    bare.talker_mtp = Mtp(lambda rows: torch.full((1, 1), 7))
+    bare.model.gpu_resident_buffer_keys = {("codes", "audio")} if resident else set()
+    bare._talker_mtp_forward(["r1", "r2"], torch.zeros(6, 4))
+    stored = [bare.model_intermediate_buffer[request]["codes"]["audio"].tolist() for request in ("r1", "r2")]
+    assert stored == [[[7]], []]
+
+
+def test_too_few_codes_in_strict_mode(bare: Any) -> None:
+    bare.phase_mode = "strict"
+    bare.talker_mtp = Mtp(lambda rows: torch.zeros(1, 1))
+    embeds = torch.zeros(6, 4)
+    with pytest.raises(ContractError, match=r"\[T5\] hook talker_mtp, requests 'r1', 'r2', rows 0, 1"):
+        bare._talker_mtp_forward(["r1", "r2"], embeds)
+    assert embeds.eq(0).all()
+    assert bare.model_intermediate_buffer == {}
+
+
+def test_off_leaves_mtp_and_updates_to_the_released_code(bare: Any, released: type) -> None:
+    bare.phase_mode = "off"
+    seen: list[tuple[Any, ...]] = []
+    # Stand in front of the released class only: the mixin's own code would not come here.
+    behind = type("Behind", (released,), {name: _noting(seen, name) for name in _ROUTED})
+    runner: Any = object.__new__(type("Runner", (omni_npu_phase.PhaseRoutingMixin, behind), {}))
+    runner.__dict__.update(bare.__dict__)
+    embeds = torch.zeros(6, 4)
+    runner._talker_mtp_forward(["r1"], embeds, [3])
+    runner._update_intermediate_buffer("r1", {"x": 1})
+    assert seen == [("_talker_mtp_forward", ["r1"], embeds, [3]), ("_update_intermediate_buffer", "r1", {"x": 1})]
+    assert bare.talker_mtp.calls == []
+
+
+_ROUTED = ("_talker_mtp_forward", "_update_intermediate_buffer")
+
+
+def _noting(seen: list[tuple[Any, ...]], name: str) -> Callable[..., None]:
+    # The parameters are those by which a released runner is known.
+    def mtp(self: Any, decode_req_ids: Any, inputs_embeds: Any, start_offsets: Any = None) -> None:
+        seen.append((name, decode_req_ids, inputs_embeds, start_offsets))
+
+    def update(self: Any, req_id: Any, upd: Any) -> None:
+        seen.append((name, req_id, upd))
+
+    return mtp if name == "_talker_mtp_forward" else update
+
+
+def test_models_without_hooks_keep_the_released_storage(bare: Any) -> None:
+    """R1: what such a model stores is not copied, as released."""
+    value = torch.ones(1)
+    bare._update_intermediate_buffer("r1", {"x": value})
+    assert bare.model_intermediate_buffer["r1"]["x"].data_ptr() == value.data_ptr()
+    bare.model.has_preprocess = True
+    bare._update_intermediate_buffer("r1", {"y": value})
+    assert bare.model_intermediate_buffer["r1"]["y"].data_ptr() != value.data_ptr()
+
+
+def test_a_runner_without_buffers_names_its_device(bare: Any) -> None:
+    del bare.talker_mtp_inputs_embeds
+    bare.device = "cpu"
+    bare.model.has_preprocess = True
+    bare._update_intermediate_buffer("r1", {"x": torch.ones(1)})
+    assert bare.model_intermediate_buffer["r1"]["x"].device == CPU
+
+
 def test_too_few_embeddings(bare: Any) -> None:
     bare.talker_mtp = lambda ids, embeds, hidden, text, **_: (embeds[:1], None)
     embeds = torch.zeros(6, 4)

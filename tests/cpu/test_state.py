@@ -254,3 +254,11 @@ def test_live_info_is_made_once_and_mirrored() -> None:
     runner = _runner()
     info = live_info(runner, "a")
     assert live_info(runner, "a") is info is runner.requests["a"].additional_information_cpu
+
+
+def test_a_small_value_does_not_keep_a_large_one_alive() -> None:
+    runner = _runner(SimpleNamespace, "a", "b")
+    writes = StateWrites(runner, CpuBufferHelper(torch.device("cpu")))
+    writes.store(["a", "b"], [{"prompt": torch.zeros(1000)}, {"speaker": torch.zeros(4)}])
+    writes.finish()
+    assert runner.model_intermediate_buffer["b"]["speaker"].untyped_storage().nbytes() == 16

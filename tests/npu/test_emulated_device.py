@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -22,14 +23,26 @@ from typing import Any
 import pytest
 
 from omni_npu_phase.testing import emulated_ascend
-from omni_npu_phase.testing.emulated_ascend import Counts, Device, EmulationError, library
+from omni_npu_phase.testing.emulated_ascend import Counts, Device, EmulationError, library, vllm_ascend_standin
 
 if importlib.util.find_spec("torch_npu") is None:
     pytest.skip("torch_npu is not installed; the emulated device needs it", allow_module_level=True)
 
+ROOT = Path(__file__).parents[2]
 POISON = 0xFB
 SYNCED_UPLOAD = {"h2d_sync": 1, "stream_syncs": 1}
 SYNCED_READ = {"d2h_sync": 1, "stream_syncs": 1}
+
+
+def _run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options]
+    settings = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=settings)
+
+
+def _before(folder: Path) -> str:
+    """A PYTHONPATH in which `folder` comes first."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,7 +178,7 @@ def test_each_rule_of_torch_npu(npu: Device) -> None:
 
 
 def test_unmodified_torch_npu_has_the_same_rules() -> None:
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False)
+    done = _run("-m", __name__)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {name: want for name, (_, want) in _rules().items()}
 
@@ -740,14 +753,14 @@ try:
 except emulated_ascend.EmulationError as error:
     print(error.code, error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
+    done = _run("-c", code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
 
 ACTIVATE = "emulated_ascend.activate()"
+INSTALL = "from omni_npu_phase.testing.emulated_ascend import vllm_ascend_standin as s; s.install()"
+TORCHVISION = "from omni_npu_phase.testing.emulated_ascend import torchvision_standin as t; t.install()"
 PRETEND = "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
 
 
@@ -762,6 +775,7 @@ PRETEND = "import importlib.metadata as m; m.version = lambda name: (_ for _ in 
         (f"import torch; torch.utils.rename_privateuse1_backend('toy'); {ACTIVATE}", {}, "other_device", "'toy'"),
         (ACTIVATE, {"PATH": "/nowhere"}, "no_compiler", "install gcc or clang"),
         ("emulated_ascend.counting()", {}, "not_active", "call activate() first"),
+        (INSTALL, {}, "not_active", "call activate() first"),
         (f"sys.platform = 'win32'; {ACTIVATE}", {}, "unsupported_platform", "win32"),
     ],
 )
@@ -822,29 +836,113 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     assert caught.value.code == "cache_unwritable"
 
 
+def test_importing_it_loads_no_torch() -> None:
+    loaded = "[name for name in sys.modules if 'torch' in name]"
+    code = f"import sys; from omni_npu_phase.testing import emulated_ascend; print({loaded})"
+    done = _run("-c", code)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_on_hardware_these_tests_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text("class npu:\n    is_available = staticmethod(lambda: True)\n")
+    done = _run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "npu", __file__, PYTHONPATH=_before(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d+ skipped in ", done.stdout, re.MULTILINE), done.stdout
+
+
 # ---- the compiled libraries -----------------------------------------------------------------------------------------
 
 
-def test_libraries_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.CACHE_VARIABLE, str(tmp_path))
-    first = library.build("2.13.0")
-    with monkeypatch.context() as no_compiling:
-        no_compiling.setattr(library, "_compile", None)
-        assert library.build("2.13.0") == first
-    assert library.build("2.13.1") != first
+BUILD = "from omni_npu_phase.testing.emulated_ascend import library; print(library.build({version!r}))"
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    real, _ = library.find_compiler()
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo compiled >> {log}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    built, compiled = [], []
+    for version in ("2.13.0", "2.13.0", "2.13.1"):
+        code = BUILD.format(version=version)
+        done = _run("-c", code, CC=str(compiler), OMNI_NPU_PHASE_CACHE=str(tmp_path / "cache"))
+        assert done.returncode == 0, done.stderr
+        built.append(done.stdout)
+        compiled.append(len(log.read_text().split()))
+    assert built[0] == built[1] != built[2]
+    assert 0 < compiled[0] == compiled[1] < compiled[2]
 
 
 def test_processes_may_compile_at_the_same_time(tmp_path: Path) -> None:
-    code = "from omni_npu_phase.testing.emulated_ascend import library; print(library.build('2.13.0'))"
+    code = BUILD.format(version="2.13.0")
     environment = {**os.environ, library.CACHE_VARIABLE: str(tmp_path)}
     started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         for _ in range(4)
     ]
     answers = {process.communicate()[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0, 0, 0]
     assert answers == {str(path) for path in tmp_path.iterdir()}
     assert len(answers) == 1
+
+
+# ---- stand-ins for packages -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "loaded", "code", "says"),
+    [
+        (False, "vllm", "imported_early", "install() first"),
+        (True, None, "vllm_ascend_present", "not the stand-in"),
+        (False, "vllm_ascend", "vllm_ascend_present", "not the stand-in"),
+    ],
+)
+def test_the_vllm_ascend_stand_in_refuses(
+    found: bool, loaded: str | None, code: str, says: str, npu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finders = [finder for finder in sys.meta_path if type(finder).__module__ != vllm_ascend_standin.__name__]
+    monkeypatch.setattr(sys, "meta_path", [*finders])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
+    for name in ("vllm", "vllm_ascend"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if loaded is not None:
+        monkeypatch.setitem(sys.modules, loaded, sys)
+    with pytest.raises(EmulationError, match=re.escape(says)) as caught:
+        vllm_ascend_standin.install()
+    assert caught.value.code == code
+    assert sys.meta_path == finders
+
+
+def test_a_torchvision_that_does_not_import_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    line = _in_a_process(TORCHVISION, PYTHONPATH=_before(tmp_path))
+    assert line.startswith("torchvision_broken")
+    assert "torchvision::nms does not exist" in line
+
+
+def test_the_torchvision_stand_in_is_there_only_where_torchvision_is_not() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    code = f"""
+import importlib.util
+missing = importlib.util.find_spec("torchvision") is None
+{TORCHVISION}
+{TORCHVISION}
+from torchvision.transforms.v2 import functional
+from transformers.utils.import_utils import is_torchvision_available
+assert isinstance(functional, t.StandInModule) is missing
+assert is_torchvision_available() is not missing
+if missing:
+    try:
+        functional.resize
+    except AttributeError as error:
+        assert "torchvision stand-in has no torchvision.transforms.v2.functional.resize" in str(error), error
+    else:
+        raise SystemExit("it has resize")
+"""
+    done = _run("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- vLLM-Omni's runners --------------------------------------------------------------------------------------------
@@ -876,7 +974,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = _run("-c", code)
     assert done.returncode == 0, done.stderr
     ar, generation, platform, missing = done.stdout.splitlines()[-4:]
     sys.stdout.write(f"{ar}\n{generation}\n")
