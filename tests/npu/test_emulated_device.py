@@ -29,7 +29,7 @@ if importlib.util.find_spec("torch_npu") is None:
     pytest.skip("torch_npu is not installed; the emulated device needs it", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-POISON = 0xFB
+POISON, STALE = 0xFB, 0xEE
 SYNCED_UPLOAD = {"h2d_sync": 1, "stream_syncs": 1}
 SYNCED_READ = {"d2h_sync": 1, "stream_syncs": 1}
 
@@ -270,6 +270,21 @@ def test_strided_copies_equal_those_of_the_cpu(npu: Device) -> None:
         assert torch.equal(target.cpu(), other)
 
 
+def test_parts_equal_those_of_the_cpu(npu: Device) -> None:
+    import torch
+
+    host = torch.arange(120.0).view(4, 5, 6)
+    on_npu = host.to("npu")
+    with npu.counting() as counting:
+        for axis, size in enumerate(host.shape):
+            for start in range(size):
+                part = on_npu.narrow(axis, start, size - start)
+                assert torch.equal(part.contiguous().cpu(), host.narrow(axis, start, size - start))
+            assert torch.equal(on_npu.transpose(axis, 0).contiguous().cpu(), host.transpose(axis, 0))
+        on_npu.half()
+    assert set(counting.counts.launches) == {"Slice", "Transpose", "Cast"}
+
+
 def test_kernels_compute_what_the_cpu_computes(npu: Device) -> None:
     import torch
 
@@ -296,6 +311,18 @@ def test_kernels_compute_what_the_cpu_computes(npu: Device) -> None:
         torch.testing.assert_close(ours.cpu(), theirs)
 
 
+def test_what_is_written_in_place_is_what_is_returned(npu: Device) -> None:
+    import torch
+
+    # Autograd, and torch's own methods, would return the argument whatever the kernel returns.
+    with torch.inference_mode():
+        tensor, out = torch.zeros(3, device="npu"), torch.empty(3, device="npu")
+        assert torch.ops.aten.add_.Tensor(tensor, 1) is tensor
+        assert torch.ops.aten.mul.out(tensor, tensor + 1, out=out) is out
+        assert torch.ops.aten.zero_(tensor[1:]).data_ptr() == tensor[1:].data_ptr()
+    assert (tensor.tolist(), out.tolist()) == ([1, 0, 0], [2, 2, 2])
+
+
 def test_random_numbers_follow_the_device_generator(npu: Device) -> None:
     import torch
 
@@ -307,6 +334,8 @@ def test_random_numbers_follow_the_device_generator(npu: Device) -> None:
     drawn = torch.randn(4, device="npu", generator=one)
     one.set_state(state)
     assert torch.equal(drawn, torch.randn(4, device="npu", generator=one))
+    with pytest.raises(RuntimeError, match="Expected a 'npu' device type for generator"):
+        torch.rand(4, device="npu", generator=torch.Generator())
     torch.npu.manual_seed(5)
     default = torch.rand(4, device="npu")
     torch.npu.manual_seed(5)
@@ -408,6 +437,14 @@ def _wait_for_an_early_event(t: Traffic) -> None:
     event.synchronize()
 
 
+def _wait_for_an_event_of_another_stream(t: Traffic) -> None:
+    with _on(t.side):
+        t.upload()
+    event = _event()
+    event.record()
+    event.synchronize()
+
+
 def _only_the_device_waits(t: Traffic) -> None:
     t.upload()
     event = _event()
@@ -433,6 +470,7 @@ def _ask_once(t: Traffic) -> None:
         (_no_wait, False),
         (_wait_for_the_wrong_stream, False),
         (_wait_for_an_early_event, False),
+        (_wait_for_an_event_of_another_stream, False),
         (_only_the_device_waits, False),
         (_ask_once, False),
     ],
@@ -477,6 +515,16 @@ def test_a_read_before_the_wait_finds_poison(npu: Device, traffic: Traffic) -> N
     assert traffic.pinned.tolist() == [5, 5, 5, 5]
     assert len(counting.hazards) == 1
     assert "was read by the host" in counting.hazards[0]
+
+
+def test_a_read_is_early_if_any_of_its_bytes_is(npu: Device, traffic: Traffic) -> None:
+    traffic.pinned[2:].copy_(traffic.on_npu[2:], non_blocking=True)
+    with npu.counting() as counting:
+        assert npu.check_host_read(traffic.pinned[:2])
+    counting.assert_no_hazards()
+    assert not npu.check_host_read(traffic.pinned[::2])
+    assert not npu.check_host_read(traffic.pinned.view(2, 2).t())
+    assert npu.check_host_read(traffic.pinned[4:])
 
 
 def test_a_read_after_the_wait_is_no_hazard(npu: Device, traffic: Traffic) -> None:
@@ -544,6 +592,17 @@ def test_streams_that_share_pinned_bytes_need_an_event(ordered: bool, npu: Devic
         traffic.current.synchronize()
     assert len(counting.hazards) == (0 if ordered else 1)
     assert all("nothing orders them" in hazard for hazard in counting.hazards)
+
+
+def test_a_blocking_copy_reads_its_source_at_once(npu: Device, traffic: Traffic) -> None:
+    """It waits for its own stream alone, so what another stream still has to deliver is not there yet."""
+    with npu.counting() as counting:
+        with _on(traffic.side):
+            traffic.read()
+        traffic.on_npu.copy_(traffic.pinned)
+        traffic.side.synchronize()
+    assert len(counting.hazards) == 1
+    assert "was read by the host" in counting.hazards[0]
 
 
 def test_pinned_memory_is_not_freed_under_a_copy(npu: Device, traffic: Traffic) -> None:
@@ -626,6 +685,7 @@ def test_allocations_are_counted_where_cann_makes_them(npu: Device) -> None:
     with npu.counting() as counting:
         large = torch.empty(64 << 20, dtype=torch.uint8, device="npu")
         pinned = torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
+        assert large[-1].item() == STALE
     assert counting.counts.device_allocs == counting.counts.pinned_allocs == 1
     assert counting.counts.device_alloc_bytes >= large.nbytes
     assert counting.counts.pinned_alloc_bytes >= pinned.nbytes
@@ -710,6 +770,32 @@ def test_a_dtype_outside_the_model_is_named(npu: Device) -> None:
 
     with pytest.raises(RuntimeError, match="aclDataType 35 is not modelled"):
         torch.empty(4, dtype=torch.float8_e5m2, device="npu").to(torch.float32)
+
+
+def test_memory_is_told_by_its_address(npu: Device, traffic: Traffic) -> None:
+    import torch
+
+    cann = ctypes.CDLL("libascendcl.so")
+    pageable = torch.ones(4)
+    attributes = (ctypes.c_uint32 * 7)()
+    kinds = []
+    for tensor in (traffic.pinned, traffic.on_npu, pageable):
+        assert cann.aclrtPointerGetAttributes(ctypes.c_void_p(tensor.data_ptr()), attributes) == 0
+        kinds.append(attributes[1])
+    assert kinds == [0, 1, 2]
+
+
+def test_fills_are_counted_and_stay_in_their_memory(npu: Device, traffic: Traffic) -> None:
+    cann = ctypes.CDLL("libascendcl.so")
+    address, size = ctypes.c_void_p(traffic.on_npu.data_ptr()), ctypes.c_size_t(16)
+    traffic.on_npu.fill_(5)
+    with npu.counting() as counting:
+        assert cann.aclrtMemsetAsync(address, size, 0, size, None) == 0
+    assert counting.counts == Counts(memsets=1)
+    assert traffic.on_npu.tolist() == [0] * 4
+    assert cann.aclrtMemset(address, ctypes.c_size_t(4), 0, size) != 0
+    with pytest.raises(EmulationError, match="a fill of 16 bytes leaves the memory block"):
+        npu.raise_faults()
 
 
 def test_a_copy_outside_its_memory_fails(npu: Device, traffic: Traffic) -> None:
