@@ -120,6 +120,12 @@ class PhaseRoutingMixin:
             super()._process_additional_information_updates(*args, **kwargs)  # type: ignore[misc]
 
 
+def released_classes(cls: type) -> tuple[type, ...]:
+    """The classes behind the mixin in method resolution order; all of them where the mixin is not among them."""
+    mro = cls.__mro__
+    return mro[mro.index(PhaseRoutingMixin) + 1 :] if PhaseRoutingMixin in mro else mro
+
+
 @dataclass(slots=True)
 class _Phase:
     """What the mixin keeps on its runner between steps."""
@@ -142,8 +148,7 @@ class _Phase:
 
     @property
     def runtime(self) -> Runtime:
-        mro = type(self.runner).__mro__
-        return runtime_of(mro[mro.index(PhaseRoutingMixin) + 1 :])
+        return runtime_of(released_classes(type(self.runner)))
 
     def helper(self, device: torch.device) -> BufferHelper:
         if device not in self.helpers:

@@ -324,8 +324,7 @@ def _writes(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterat
         yield ("R10" if run.scenario.setting.ids_absent else "R6"), "the model forward gets no embeddings or no ids"
         return
     yield "R6", "" if step.same_buffers else "the embeddings are not in the runner's own buffer"
-    spans = {placed.start + index for placed in rows for index in range(placed.row.span)}
-    behind = [row for row in range(len(step.embeds)) if row not in spans and step.embeds[row][0] != UNTOUCHED]
+    behind = _written_behind(step, rows)
     yield "R6", f"rows {behind} behind the spans were written" if behind else ""
     mtp_ran = bool(step.log.mtp)
     without_ids = run.scenario.setting.ids_absent or run.scenario.setting.multimodal
@@ -351,6 +350,12 @@ def _writes(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterat
         if without_ids:
             yield "R10", wrong or _slices(run, placed) if placed.calls[0].hook == "scalar" else wrong
     yield from _ids(run, step, rows)
+
+
+def _written_behind(step: StepRecord, rows: Sequence[_Placed]) -> list[int]:
+    """Buffer rows that belong to no span and were written all the same."""
+    spans = {placed.start + index for placed in rows for index in range(placed.row.span)}
+    return [row for row, embeds in enumerate(step.embeds or []) if row not in spans and embeds[0] != UNTOUCHED]
 
 
 def _wanted_embeds(run: Recording, placed: _Placed) -> list[list[float]]:
@@ -490,8 +495,7 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
 def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
     behaviour = run.scenario.behaviour
     if run.scenario.setting.padded and run.variant.mtp and step.embeds is not None:
-        spans = {placed.start + index for placed in rows for index in range(placed.row.span)}
-        reached = [row for row in range(len(step.embeds)) if row not in spans and step.embeds[row][0] != UNTOUCHED]
+        reached = _written_behind(step, rows)
         yield "T10", f"padding reached rows {reached}" if reached else ""
     if behaviour.takes_infos and run.variant.mtp:
         for call in step.log.mtp:
@@ -505,8 +509,7 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             wanted = _wanted_embeds(run, placed) if len(placed.calls) == 1 else None
             found = (step.embeds or [])[placed.start : placed.start + placed.row.span]
             yield clause, "" if found == wanted else f"{placed}: not handled as the released runner does"
-        spans = {placed.start + index for placed in rows for index in range(placed.row.span)}
-        reached = [row for row, embeds in enumerate(step.embeds or []) if row not in spans and embeds[0] != UNTOUCHED]
+        reached = _written_behind(step, rows)
         yield clause, f"rows {reached} behind the spans were written" if reached else ""
 
 

@@ -124,17 +124,15 @@ def prepare_device(name: str) -> str:
 
 def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:
     """The classes as they are without the mixin, or with it. Raises UnsupportedRuntimeError for the latter."""
-    from omni_npu_phase.mixin import PhaseRoutingMixin
+    from omni_npu_phase.mixin import PhaseRoutingMixin, released_classes
     from omni_npu_phase.runtimes import runtime_of
 
     def pick(cls: type) -> type:
-        mro = cls.__mro__
-        mixed = issubclass(cls, PhaseRoutingMixin)
-        behind = mro[mro.index(PhaseRoutingMixin) + 1 :] if mixed else mro
+        behind = released_classes(cls)
         if mode == "released":
             return behind[0]
         runtime_of(behind)
-        return cls if mixed else type(f"Phase{cls.__name__}", (PhaseRoutingMixin, cls), {})
+        return cls if issubclass(cls, PhaseRoutingMixin) else type(f"Phase{cls.__name__}", (PhaseRoutingMixin, cls), {})
 
     generation = None if runner.generation is None else pick(runner.generation)
     return RunnerClasses(runner.name, pick(runner.autoregressive), generation)
