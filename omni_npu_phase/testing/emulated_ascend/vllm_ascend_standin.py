@@ -124,6 +124,10 @@ def _platform() -> dict[str, Any]:
             """Every VllmConfig asks its platform; there is nothing an emulated device would change."""
 
         @classmethod
+        def import_kernels(cls) -> None:
+            """As vLLM-Ascend: not vLLM's kernels, which would end the process on a CPU without AVX-512."""
+
+        @classmethod
         def is_pin_memory_available(cls) -> bool:
             return True
 
