@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -83,12 +84,20 @@ class TalkerMtp:
             for buffer, first_row in zip(buffers, first_rows, strict=True):
                 buffer[:1].copy_(first_row)
 
-    def _store_codes(self, call: Call, codes: torch.Tensor) -> None:
+    def _store_codes(self, call: Call, codes: Any) -> None:
+        key, count = output_key(call.model), len(call.requests)
         marks = {}
         validity = getattr(call.model, "talker_mtp_validity_key", None)
         if validity is not None:
-            marks[validity] = torch.ones(len(call.requests), dtype=torch.bool, device=codes.device)
-        self._writes.store_codes(call.requests, output_key(call.model), codes, marks)
+            device = codes.device if isinstance(codes, torch.Tensor) else call.embeds.device
+            marks[validity] = torch.ones(count, dtype=torch.bool, device=device)
+        if isinstance(codes, torch.Tensor):
+            self._writes.store_codes(call.requests, key, codes, marks)
+            return
+        columns: dict[Any, Any] = {key: [copy(codes[row : row + 1]) for row in range(count)], **marks}
+        for row, request_id in enumerate(call.requests):
+            for name, column in columns.items():
+                self._writes.store([request_id], [{name[0]: {name[1]: column[row]}}])
 
     def _keywords(self, call: Call, generators: Sequence[torch.Generator | None]) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)

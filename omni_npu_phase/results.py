@@ -7,7 +7,7 @@ Works on anything with a tensor's shape, dtype and device; imports no framework.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -92,12 +92,13 @@ def scalar_result(call: Call, raw: Any, *, span: int, given_ids: Any, mtp_width:
         raise call.error("E5", "an embedding row for MTP", "none")
     if not isinstance(updates, dict):
         call.deviation("E5", "updates", "a dictionary of updates", type(updates).__name__)
-        updates = {}
+    # MTP inputs are taken from any mapping, though only a dictionary is stored.
+    inputs = updates if isinstance(updates, Mapping) else {}
     return ScalarResult(
         ids=_scalar_ids(call, ids, given_ids, rows),
         embeds=embeds[:rows],
-        updates=updates,
-        mtp_inputs=None if mtp_width is None else _mtp_inputs(call, updates, mtp_width),
+        updates=updates if isinstance(updates, dict) else {},
+        mtp_inputs=None if mtp_width is None else _mtp_inputs(call, inputs, mtp_width),
     )
 
 
@@ -120,8 +121,9 @@ def batch_result(call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None)
         hidden, text_step = values[2], values[3]
         for name, tensor in (("hidden_states", hidden), ("text_step", text_step)):
             _check_rows(call, "E5b", name, tensor, (count, mtp_width))
-    if isinstance(updates, (str, bytes, dict)) or not isinstance(updates, Sequence):
+    if isinstance(updates, (str, bytes, dict)) or not isinstance(updates, Iterable):
         raise call.error("E5b", "a sequence of updates, one per request", type(updates).__name__)
+    updates = list(updates)
     if len(updates) != count:
         raise call.error("E5b", f"{count} updates", str(len(updates)))
     for update in updates:
@@ -146,10 +148,12 @@ def mtp_result(call: Call, raw: Any) -> tuple[Any, Any]:
         raise call.error("T4", f"at least {count} embedding rows", str(embeds.shape[0]))
     if codes is None:
         return embeds[:count], None
-    if not _is_tensor(codes) or codes.ndim == 0:
+    if getattr(codes, "ndim", None) == 0 or not hasattr(codes, "__len__") or isinstance(codes, (str, Mapping)):
         raise call.error("T5", "codes with a row per request, or None", _kind(codes))
-    if codes.shape[0] < count:
-        call.deviation("T5", "codes", f"at least {count} code rows", str(codes.shape[0]))
+    if not _is_tensor(codes):
+        call.deviation("T5", "kind", "codes as a tensor", _kind(codes))
+    if len(codes) < count:
+        call.deviation("T5", "codes", f"at least {count} code rows", str(len(codes)))
     return embeds[:count], codes[:count]
 
 
@@ -213,17 +217,19 @@ def _scalar_ids(call: Call, ids: Any, given_ids: Any, rows: int) -> Any:
     return ids.reshape(-1)
 
 
-def _mtp_inputs(call: Call, updates: dict[Any, Any], width: int) -> tuple[Any, Any] | None:
+def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any, Any] | None:
     if MTP_INPUTS not in updates:
         call.deviation("E7", "missing", f"{MTP_INPUTS!r} in the updates of an eligible row", "none")
         return None
     pair = updates[MTP_INPUTS]
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(_is_tensor(part) for part in pair):
+    # One tensor that stacks the two unpacks like a pair of them.
+    parts = tuple(pair) if isinstance(pair, (tuple, list)) or (_is_tensor(pair) and pair.ndim) else ()
+    if len(parts) != 2 or not all(_is_tensor(part) for part in parts):
         raise call.error("E5", f"{MTP_INPUTS!r} as two tensors (hidden states, text step)", _kind(pair))
-    for part in pair:
+    for part in parts:
         if part.numel() != width:
             raise call.error("E5", f"{MTP_INPUTS!r} of {width} elements each", _kind(part))
-    hidden, text_step = (part.reshape(1, width) for part in pair)
+    hidden, text_step = (part.reshape(1, width) for part in parts)
     for name, part in (("hidden states", hidden), ("text step", text_step)):
         _check_rows(call, "E5", name, part, (1, width))
     return hidden, text_step

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,47 +25,63 @@ def live_info(runner: Any, request_id: str) -> dict[str, Any]:
     return info
 
 
+_Place = tuple[Any, Any]
+"""A dictionary or list in a live buffer, and a key or index in it."""
+
+
+def _whole(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+    return (tensor,)
+
+
+def _rows(numbers: range, tensor: torch.Tensor) -> list[torch.Tensor]:
+    # Slices, for there may be fewer rows than requests.
+    return [tensor[row : row + 1] for row in numbers]
+
+
 @dataclass(slots=True)
-class _Copy:
-    """A device tensor handed in, and where its owned copy goes. Only its shape and dtype are read later."""
+class _Piece:
+    """A tensor that was handed in, and the places that its parts go to."""
 
     like: torch.Tensor
-    write: Callable[[torch.Tensor, int | None], None]
+    """The tensor itself, whose contents may change as soon as it is packed; its shape and dtype are read later."""
+    places: list[_Place]
+    parts: Callable[[torch.Tensor], Sequence[torch.Tensor]] = _whole
+    held: Sequence[torch.Tensor] = field(default_factory=tuple)
+    """Owned device copies, one a place."""
 
 
 class StateWrites:
     """The writes of one step into live buffers; what goes from the device to the host goes in one transfer.
 
-    Values that need no transfer are written at once, the others by :meth:`finish`. Every device tensor is copied when
-    it is handed in, so a hook may use its memory again for the next row.
+    Every value is in its place when a method returns, so later hooks of the step see it. A device tensor bound for the
+    host is there as an owned device copy, and :meth:`finish` puts the host copy wherever that still is: in its place,
+    or in a buffer that has replaced the request's since.
     """
 
     def __init__(self, runner: Any, helper: BufferHelper) -> None:
         self._runner = runner
         self._helper = helper
         self._resident = getattr(runner.model, "gpu_resident_buffer_keys", ())
-        self._leaving: list[tuple[torch.Tensor, list[_Copy], int]] = []
-        """Packed blocks on their way to the host, with the number of the call that handed them in."""
-        self._calls = 0
-        self._written_since: dict[tuple[int, Any], int] = {}
-        """Slots written at once while blocks were on their way, by the number of the call."""
+        self._leaving: list[tuple[torch.Tensor, list[_Piece]]] = []
+        """Packed blocks that :meth:`finish` brings to the host."""
+        self._written: dict[str, dict[str, Any]] = {}
+        """The live buffer of each request when it was last written."""
 
     def store(self, request_ids: Sequence[str], updates: Sequence[Any]) -> None:
         """Merge each update dictionary into its own request's live buffer (R8).
 
         Nested dictionaries merge one level deep. A tensor under a ``(key, qualifier)`` pair of the model's
-        ``gpu_resident_buffer_keys`` stays on its device as an owned copy; every other tensor of the helper's device
-        becomes an owned host copy. A tensor that already is the stored value, where it belongs, is left alone. Updates
-        that are empty or no dictionary, and requests without state, are passed over.
+        ``gpu_resident_buffer_keys`` stays on its device as an owned copy; every other device tensor becomes an owned
+        host copy. A tensor that already is the stored value, where it belongs, is left alone. Updates that are empty
+        or no dictionary, and requests without state, are passed over.
         """
-        self._calls += 1
-        staying: list[_Copy] = []
-        leaving: list[_Copy] = []
+        staying: list[_Piece] = []
+        leaving: list[_Piece] = []
         for request_id, update in zip(request_ids, updates, strict=True):
             state = self._runner.requests.get(request_id)
             if state is None or not isinstance(update, dict) or not update:
                 continue
-            info = live_info(self._runner, request_id)
+            info = self._written[request_id] = live_info(self._runner, request_id)
             for key, value in update.items():
                 if isinstance(value, dict):
                     nested = info.setdefault(key, {})
@@ -75,91 +91,123 @@ class StateWrites:
                 else:
                     self._place(info, key, value, leaving, False)
             state.additional_information_cpu = info
-        if staying:
-            self._write(self._helper.pack([copy.like for copy in staying]), staying)
-        if leaving:
-            self._leaving.append((self._helper.pack([copy.like for copy in leaving]), leaving, self._calls))
+        self._hold(staying, resident=True)
+        self._hold(leaving, resident=False)
 
     def store_codes(
         self,
         request_ids: Sequence[str],
         key: tuple[Any, Any],
         codes: torch.Tensor,
-        marks: Mapping[tuple[Any, Any], Any],
+        marks: Mapping[tuple[Any, Any], torch.Tensor],
     ) -> None:
         """Store row i of ``codes``, shape (rows, ...), with request i, beside element i of each of ``marks`` (T5).
 
-        They stay on the device if the codes' key is resident.
+        They stay where they are if the codes' key is resident.
         """
-        self._calls += 1
-        columns = {key: codes, **marks}
-        copies = [
-            _Copy(column, partial(self._write_rows, request_ids, name, name == key)) for name, column in columns.items()
-        ]
-        block = self._helper.pack(list(columns.values()))
-        if key in self._resident:
-            self._write(block, copies)
+        pieces = []
+        for name, column in {key: codes, **marks}.items():
+            places: list[_Place] = []
+            for request_id in request_ids:
+                info = self._written[request_id] = live_info(self._runner, request_id)
+                places.append((info.setdefault(name[0], {}), name[1]))
+                self._runner.requests[request_id].additional_information_cpu = info
+            pieces.append(_Piece(column, places, partial(_rows, range(len(places))) if name == key else torch.unbind))
+        resident = key in self._resident
+        if all(self._packs(piece.like) for piece in pieces):
+            self._hold(pieces, resident)
         else:
-            self._leaving.append((block, copies, self._calls))
+            for piece in pieces:
+                kept = self._kept(piece.like.clone(), resident)
+                for (dest, place), part in zip(piece.places, piece.parts(kept), strict=True):
+                    dest[place] = part
 
     def finish(self) -> None:
-        """Bring what is still on the device to the host, and write what nothing was written over since."""
+        """Bring what is still on the device to the host, to wherever nothing was written over it since."""
         leaving, self._leaving = self._leaving, []
-        blocks = self._helper.fetch([block for block, _, _ in leaving])
-        for (_, copies, call), block in zip(leaving, blocks, strict=True):
-            self._write(block, copies, call)
-        self._written_since.clear()
+        written, self._written = self._written, {}
+        blocks = self._helper.fetch([block for block, _ in leaving])
+        arrived: dict[int, torch.Tensor] = {}
+        for (_, pieces), block in zip(leaving, blocks, strict=True):
+            for piece, tensor in zip(pieces, self._unpacked(block, pieces), strict=True):
+                for place, held, part in zip(piece.places, piece.held, piece.parts(tensor), strict=True):
+                    # A small value must not keep a whole block of others alive for as long as its request lives.
+                    arrived[id(held)] = part.clone()
+                    _swap(*place, arrived)
+        for request_id, info in written.items():
+            replacement = self._runner.model_intermediate_buffer.get(request_id)
+            if isinstance(replacement, dict) and replacement is not info:
+                _swap_all(replacement, arrived)
 
-    def _put(self, dest: Any, key: Any, value: Any, call: int | None = None) -> None:
-        """Write a slot, at once or as part of an earlier ``call``; the later call wins."""
-        slot = id(dest), key
-        if call is None:
-            if self._leaving:
-                self._written_since[slot] = self._calls
-            dest[key] = value
-        elif self._written_since.get(slot, call) <= call:
-            dest[key] = value
-
-    def _place(self, dest: dict[Any, Any], key: Any, value: Any, copies: list[_Copy], resident: bool) -> None:
+    def _place(self, dest: dict[Any, Any], key: Any, value: Any, pieces: list[_Piece], resident: bool) -> None:
+        known = dest.get(key)
         if isinstance(value, torch.Tensor):
-            self._place_tensor(dest, key, value, dest.get(key), copies, resident)
+            self._place_tensor(dest, key, value, known, pieces, resident)
         elif isinstance(value, list):
-            known = dest.get(key)
             kept = known if isinstance(known, list) else []
-            items = list(value)
-            self._put(dest, key, items)
+            items = dest[key] = list(value)
             for index, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
-                    self._place_tensor(items, index, item, kept[index] if index < len(kept) else None, copies, False)
+                    self._place_tensor(items, index, item, kept[index] if index < len(kept) else None, pieces, False)
         else:
-            self._put(dest, key, value)
+            dest[key] = value
 
     def _place_tensor(
-        self, dest: Any, key: Any, value: torch.Tensor, stored: Any, copies: list[_Copy], resident: bool
+        self, dest: Any, key: Any, value: torch.Tensor, stored: Any, pieces: list[_Piece], resident: bool
     ) -> None:
         if value is stored and (resident or value.device.type == "cpu"):
             return
-        if value.device.type == "cpu" and self._helper.device.type != "cpu" and not resident:
-            self._put(dest, key, value.detach().contiguous())
+        if self._packs(value):
+            pieces.append(_Piece(value, [(dest, key)]))
         else:
-            copies.append(_Copy(value, partial(self._put, dest, key)))
+            dest[key] = self._kept(value, resident)
 
-    def _write(self, block: torch.Tensor, copies: Sequence[_Copy], call: int | None = None) -> None:
-        owned = self._helper.unpack(block, [copy.like for copy in copies])
-        for copy, tensor in zip(copies, owned, strict=True):
-            # On the host a small value must not keep a whole block of others alive for as long as its request lives.
-            copy.write(tensor.clone() if len(copies) > 1 and tensor.device.type == "cpu" else tensor, call)
+    def _packs(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's bytes can go into a block: dense memory of the helper's device."""
+        return (
+            tensor.device == self._helper.device
+            and tensor.layout is torch.strided
+            and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        )
 
-    def _write_rows(
-        self,
-        request_ids: Sequence[str],
-        key: tuple[Any, Any],
-        keeps_row: bool,
-        column: torch.Tensor,
-        call: int | None = None,
-    ) -> None:
-        for row, request_id in enumerate(request_ids):
-            info = live_info(self._runner, request_id)
-            own = column[row : row + 1] if keeps_row else column[row]
-            self._put(info.setdefault(key[0], {}), key[1], own, call)
-            self._runner.requests[request_id].additional_information_cpu = info
+    def _kept(self, tensor: torch.Tensor, resident: bool) -> torch.Tensor:
+        """A tensor that no block takes, as the released runner stores it: host memory elsewhere than here uncopied."""
+        tensor = tensor.detach()
+        if resident or tensor.is_meta:
+            return tensor.clone()
+        return tensor.to("cpu", copy=self._helper.device.type == "cpu").contiguous()
+
+    def _hold(self, pieces: list[_Piece], resident: bool) -> None:
+        """Put owned device copies in their places, where those of resident values stay."""
+        if not pieces:
+            return
+        block = self._helper.pack([piece.like for piece in pieces])
+        for piece, tensor in zip(pieces, self._unpacked(block, pieces), strict=True):
+            piece.held = piece.parts(tensor)
+            for (dest, key), part in zip(piece.places, piece.held, strict=True):
+                dest[key] = part
+        if not resident:
+            self._leaving.append((block, pieces))
+
+    def _unpacked(self, block: torch.Tensor, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
+        return self._helper.unpack(block, [piece.like for piece in pieces])
+
+
+def _swap(dest: Any, key: Any, arrived: Mapping[int, torch.Tensor]) -> None:
+    """Put a host copy in the place of the device tensor it was made from; anything else there stays."""
+    if isinstance(dest, list) and key >= len(dest):
+        return
+    current = dest[key] if isinstance(dest, list) else dest.get(key)
+    if id(current) in arrived:
+        dest[key] = arrived[id(current)]
+
+
+def _swap_all(info: dict[Any, Any], arrived: Mapping[int, torch.Tensor], nested: bool = True) -> None:
+    """The same, throughout a live buffer: its values, their lists, and dictionaries one level deep, as merging goes."""
+    for key, value in list(info.items()):
+        _swap(info, key, arrived)
+        if isinstance(value, dict) and nested:
+            _swap_all(value, arrived, nested=False)
+        elif isinstance(value, list):
+            for index in range(len(value)):
+                _swap(value, index, arrived)

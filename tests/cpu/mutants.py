@@ -387,8 +387,11 @@ def _codes_of(choose: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 
 def _codes_not_owned(original: Any, writes: Any, request_ids: Any, key: Any, codes: Any, marks: Any) -> None:
-    for name, column in {key: codes, **marks}.items():
-        writes._write_rows(request_ids, name, name == key, column)
+    for row, request_id in enumerate(request_ids):
+        info = live_info(writes._runner, request_id)
+        info.setdefault(key[0], {})[key[1]] = codes[row : row + 1]
+        for mark, column in marks.items():
+            info.setdefault(mark[0], {})[mark[1]] = column[row]
 
 
 def _resident_codes_not_owned(original: Any, writes: Any, request_ids: Any, key: Any, *rest: Any) -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +38,14 @@ def test_mtp_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
     assert [tuple(part.shape) for part in result.mtp_inputs] == [(1, WIDTH)] * 2
 
 
+@pytest.mark.parametrize(
+    "updates", [{MTP_INPUTS: torch.zeros(2, WIDTH)}, {MTP_INPUTS: [torch.zeros(WIDTH)] * 2}, UserDict(_pair(WIDTH))]
+)
+def test_mtp_inputs_in_any_form_that_unpacks(updates: Any) -> None:
+    result = _scalar((IDS, torch.zeros(1, WIDTH), updates))
+    assert [tuple(part.shape) for part in result.mtp_inputs] == [(1, WIDTH)] * 2
+
+
 def test_mtp_inputs_of_a_row_that_is_not_eligible() -> None:
     assert _scalar((IDS, torch.zeros(1, WIDTH), _pair(WIDTH)), mtp_width=None).mtp_inputs is None
 
@@ -43,7 +53,8 @@ def test_mtp_inputs_of_a_row_that_is_not_eligible() -> None:
 @pytest.mark.parametrize(
     ("updates", "expected"),
     [
-        ({MTP_INPUTS: torch.zeros(2, WIDTH)}, "as two tensors"),
+        ({MTP_INPUTS: torch.zeros(3, WIDTH)}, "as two tensors"),
+        ({MTP_INPUTS: torch.tensor(0.0)}, "as two tensors"),
         ({MTP_INPUTS: (torch.zeros(WIDTH),)}, "as two tensors"),
         ({MTP_INPUTS: (torch.zeros(WIDTH), None)}, "as two tensors"),
         (_pair(WIDTH + 1), f"of {WIDTH} elements each"),
@@ -118,13 +129,34 @@ def test_good_batches() -> None:
         ({"hidden": None}, r"hidden_states of shape \(2, 4\), got NoneType"),
         ({"text_step": torch.zeros(2, WIDTH, dtype=torch.int32)}, "text_step of a floating dtype"),
         ({"updates": {"r0": {}, "r1": {}}}, "a sequence of updates, one per request, got dict"),
-        ({"updates": iter([{}, {}])}, "a sequence of updates"),
+        ({"updates": None}, "a sequence of updates, one per request, got NoneType"),
+        ({"updates": iter([{}, {}, {}])}, "2 updates, got 3"),
     ],
 )
 def test_bad_batches(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ContractError, match=expected) as caught:
         results.batch_result(_call(2), _batch(**changes), given_ids=None, mtp_width=WIDTH)
     assert (caught.value.clause, caught.value.requests, caught.value.hook) == ("E5b", ("r0", "r1"), "hook")
+
+
+@pytest.mark.parametrize("updates", [{"r0": {"x": 0}, "r1": {"x": 1}}.values(), iter([{"x": 0}, {"x": 1}])])
+def test_updates_in_any_form_that_iterates(updates: Any) -> None:
+    result = results.batch_result(_call(2), _batch(updates=updates), given_ids=None, mtp_width=WIDTH)
+    assert result.updates == [{"x": 0}, {"x": 1}]
+
+
+@pytest.mark.parametrize("codes", [[[1], [2], [3]], ((1,), (2,)), np.array([[1], [2]])])
+def test_codes_that_are_no_tensor(codes: Any) -> None:
+    raw = torch.zeros(2, WIDTH), codes
+    assert list(results.mtp_result(_call(2), raw)[1]) == list(codes[:2])
+    with pytest.raises(ContractError, match="expected codes as a tensor"):
+        results.mtp_result(_call(2, "strict"), raw)
+
+
+@pytest.mark.parametrize("codes", [5, torch.tensor(5), np.array(5), "ab", {0: 1, 1: 2}])
+def test_codes_without_rows(codes: Any) -> None:
+    with pytest.raises(ContractError, match="codes with a row per request, or None"):
+        results.mtp_result(_call(2), (torch.zeros(2, WIDTH), codes))
 
 
 def test_deviations_are_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:

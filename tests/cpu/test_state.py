@@ -216,6 +216,80 @@ def test_device_tensor_that_is_stored_leaves_unless_it_is_resident() -> None:
     assert info["codes"]["audio"] is resident
 
 
+def test_what_leaves_the_device_is_there_for_later_hooks_of_the_step() -> None:
+    runner = _runner()
+    writes = StateWrites(runner, _Elsewhere())
+    writes.store(["a"], [{"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}}])
+    info = runner.model_intermediate_buffer["a"]
+    assert sorted(tuple(tensor.shape) for tensor in _tensors(info)) == [(1,), (2,), (3,)]
+
+
+def test_what_leaves_the_device_arrives_in_a_buffer_that_replaced_its_own() -> None:
+    runner = _runner()
+    writes = StateWrites(runner, _Elsewhere())
+    writes.store(["a"], [{"x": _on_device(3), "many": [_on_device(1), 2], "meta": {"y": _on_device(2)}, "z": 1}])
+    before = runner.model_intermediate_buffer["a"]
+    replaced = {"x": before["x"], "many": list(before["many"]), "meta": {**before["meta"], "other": _on_device(5)}}
+    runner.model_intermediate_buffer["a"] = replaced
+    writes.finish()
+    assert [(str(tensor.device), tuple(tensor.shape)) for tensor in _tensors(replaced)] == [
+        ("cpu", (3,)),
+        ("cpu", (1,)),
+        ("cpu", (2,)),
+        ("meta", (5,)),
+    ]
+
+
+def test_a_hook_that_writes_over_a_value_on_its_way_keeps_what_it_wrote() -> None:
+    runner = _runner()
+    writes = StateWrites(runner, _Elsewhere())
+    writes.store(["a"], [{"x": _on_device(3), "y": _on_device(1), "many": [_on_device(1), _on_device(1)]}])
+    info = runner.model_intermediate_buffer["a"]
+    info["x"] = "own"
+    del info["y"], info["many"][1]
+    writes.finish()
+    assert info["x"] == "own"
+    assert "y" not in info
+    assert [tensor.device for tensor in info["many"]] == [CPU]
+
+
+def test_host_tensors_beside_device_tensors() -> None:
+    """As released: a host tensor under a resident key is kept on the host, and codes may be made there."""
+    runner, host = _runner(), torch.arange(2)
+    writes = StateWrites(runner, _Elsewhere())
+    writes.store(["a"], [{"codes": {"audio": host}, "x": _on_device(1)}])
+    audio = runner.model_intermediate_buffer["a"]["codes"]["audio"]
+    writes.store_codes(["a"], ("codes", "other"), host.reshape(1, 2), {("meta", "valid"): torch.tensor([True])})
+    host.zero_()
+    writes.finish()
+    info = runner.model_intermediate_buffer["a"]
+    assert info["codes"]["audio"] is audio
+    assert info["codes"]["audio"].tolist() == [0, 1]
+    assert info["codes"]["other"].tolist() == [[0, 1]]
+    assert bool(info["meta"]["valid"])
+
+
+def _unpackable() -> dict[str, torch.Tensor]:
+    return {
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+        "meta": torch.empty(2, device="meta"),
+    }
+
+
+@pytest.mark.parametrize("kind", _unpackable())
+@pytest.mark.parametrize("group", ["codes", "meta"])
+def test_tensors_that_are_no_plain_memory(released: type, kind: str, group: str) -> None:
+    oracle, ours, value = _runner(released), _runner(), _unpackable()[kind]
+    oracle._update_intermediate_buffer("a", {group: {"audio": value}})
+    _store(ours, [{group: {"audio": value}}])
+    stored, wanted = (runner.model_intermediate_buffer["a"][group]["audio"] for runner in (ours, oracle))
+    assert repr(stored) == repr(wanted)
+    assert kind == "meta" or stored.data_ptr() != value.data_ptr()
+
+
 # Codes.
 
 
@@ -248,6 +322,16 @@ def test_later_write_of_a_step_wins(resident: bool) -> None:
     writes.store_codes(["a"], key, torch.ones(1, 2), {("meta", "valid"): torch.tensor([True])})
     writes.finish()
     assert bool(runner.model_intermediate_buffer["a"]["meta"]["valid"]) is True
+
+
+def test_fewer_code_rows_than_requests() -> None:
+    """As released: the requests behind them get empty codes."""
+    runner = _runner(SimpleNamespace, "a", "b")
+    writes = StateWrites(runner, CpuBufferHelper(CPU))
+    writes.store_codes(["a", "b"], ("codes", "elsewhere"), torch.ones(1, 2), {})
+    writes.finish()
+    stored = [runner.model_intermediate_buffer[request]["codes"]["elsewhere"].shape for request in ("a", "b")]
+    assert stored == [(1, 2), (0, 2)]
 
 
 def test_live_info_is_made_once_and_mirrored() -> None:
