@@ -125,6 +125,11 @@ def verify(
     xfails = _read_xfails(xfail)
     if output is not None and not output.parent.is_dir():
         _stop(f"--output {output}: there is no folder {output.parent}")
+    if output is not None and output.is_dir():
+        _stop(f"--output {output}: this is a folder; name a file in it")
+    if ":" in runner:
+        # As with python -m: a module of the current folder is found.
+        sys.path.insert(0, str(Path.cwd()))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     modes: tuple[Mode, ...] = ("released", "mixin") if mode is ModeOption.both else (mode.value,)
     tiers: dict[Mode, tuple[Tier, ...]] | None = None
@@ -140,8 +145,13 @@ def verify(
 
         try:
             torch_device = suite.prepare_device(device.value)
+            classes = suite.load_runner(runner)
+            if mode is ModeOption.released and suite.has_mixin(classes):
+                _stop(
+                    f"{runner} has PhaseRoutingMixin: judge it with --mode mixin (or both)"
+                )
             report = suite.verify(
-                suite.load_runner(runner),
+                classes,
                 modes,
                 scenarios=chosen,
                 tiers=tiers,
@@ -164,6 +174,8 @@ def verify(
     decides = modes[-1]
     if not report.passed(decides):
         raise typer.Exit(FAILED)
+    if not report.judged(decides):
+        _stop("none of the chosen scenarios shows a clause of the chosen tier: nothing was judged")
 
 
 def _chosen_scenarios(ids: Sequence[str] | None) -> tuple[Scenario, ...]:

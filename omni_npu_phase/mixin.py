@@ -29,7 +29,8 @@ class PhaseRoutingMixin:
 
     ``class Runner(PhaseRoutingMixin, GPUARModelRunner)`` is the whole use, and the same for the generation runner and
     for the NPU runners. Input selection, payloads, positions, encoders and pipeline parallelism stay with the released
-    ``_preprocess``; hooks, embeddings, MTP and what hooks store are ours. State is made on first use, so runners built
+    ``_preprocess``; hooks, embeddings, MTP and what hooks store are ours, so overrides of the released runner's
+    ``_maybe_run_batch_preprocess`` and ``_store_value`` are not called. State is made on first use, so runners built
     without ``__init__`` work too.
 
     ``phase_mode`` is ``"on"``, ``"strict"`` or ``"off"``; None takes it from the environment variable OMNI_NPU_PHASE,
@@ -47,6 +48,11 @@ class PhaseRoutingMixin:
     input_ids: Any
     inputs_embeds: Any
     query_start_loc: Any
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # A wrong mode is refused when the class is made, not in a serving engine's first step.
+        _mode(cls.phase_mode)
 
     def _preprocess(self, scheduler_output: Any, num_input_tokens: int, intermediate_tensors: Any = None) -> Any:
         """One step up to the model forward; arguments and return values are the released runner's."""
@@ -178,13 +184,18 @@ def _device_of(runner: Any) -> torch.device:
     return torch.device(runner.device)
 
 
+def _mode(chosen: str | None) -> Mode:
+    mode = (chosen or os.environ.get(MODE_VARIABLE) or "on").lower()
+    if mode not in get_args(Mode):
+        raise ValueError(f"phase_mode and {MODE_VARIABLE} take off, on or strict, not {mode!r}")
+    return cast(Mode, mode)
+
+
 def _phase_of(runner: Any) -> _Phase:
     phase: _Phase | None = runner.__dict__.get("_omni_npu_phase")
     if phase is None:
-        mode = runner.phase_mode or os.environ.get(MODE_VARIABLE) or "on"
-        if mode not in get_args(Mode):
-            raise ValueError(f"phase_mode and {MODE_VARIABLE} take off, on or strict, not {mode!r}")
-        phase = runner.__dict__["_omni_npu_phase"] = _Phase(runner, cast(Mode, mode), Deviations(cast(Mode, mode)))
+        mode = _mode(runner.phase_mode)
+        phase = runner.__dict__["_omni_npu_phase"] = _Phase(runner, mode, Deviations(mode))
     return phase
 
 

@@ -74,6 +74,10 @@ class Report:
             for mode in self.modes
         }
 
+    def judged(self, mode: str) -> bool:
+        """Whether a scenario showed any clause at all."""
+        return any(result.status != "not_applicable" for result in self.of(mode))
+
     def passed(self, mode: str) -> bool:
         differs = mode == "mixin" and self.parity is not None and bool(self.parity.differences)
         return not differs and not any(result.failed for result in self.of(mode))

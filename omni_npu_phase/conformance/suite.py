@@ -75,7 +75,7 @@ def load_runner(name: str) -> RunnerClasses:
 
 def _load_class(module: str, attribute: str) -> type:
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         advice = ""
         if (error.name or "").split(".")[0] in ("torch", "vllm", "vllm_omni"):
@@ -83,8 +83,11 @@ def _load_class(module: str, attribute: str) -> type:
         if (error.name or "").split(".")[0] in ("torch_npu", "vllm_ascend"):
             advice = " Run in a vLLM-Omni Ascend image, or with --device emulated."
         raise NoRuntimeError(f"cannot import {module}: {error}.{advice}") from error
-    except AttributeError:
-        raise NoRuntimeError(f"{module} has no {attribute}") from None
+    except Exception as error:
+        # Whatever the module itself raises: it cannot be judged, which is not a failed contract.
+        raise NoRuntimeError(f"cannot import {module}: {type(error).__name__}: {error}") from error
+    if found is None:
+        raise NoRuntimeError(f"{module} has no {attribute}")
     if not isinstance(found, type):
         raise NoRuntimeError(f"{module}:{attribute} is no class")
     return found
@@ -120,6 +123,13 @@ def prepare_device(name: str) -> str:
         if not module.npu.is_available():
             raise NoRuntimeError("no NPU: torch_npu finds no device; see npu-smi info")
     return name
+
+
+def has_mixin(runner: RunnerClasses) -> bool:
+    """Whether a runner's class already is one with the mixin."""
+    from omni_npu_phase.mixin import PhaseRoutingMixin
+
+    return issubclass(runner.autoregressive, PhaseRoutingMixin)
 
 
 def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:

@@ -104,6 +104,51 @@ def test_wrong_use(arguments: tuple[str, ...], advice: str) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("class Runner(", "cannot import own_runner: SyntaxError: "),
+        ("raise RuntimeError('no licence')", "cannot import own_runner: RuntimeError: no licence"),
+        ("import os\nos.no_such_name", "cannot import own_runner: AttributeError: module 'os' has no"),
+        ("", "own_runner has no Runner"),
+        ("class Runner: pass", "own_runner:Runner is no V1 model runner of vLLM-Omni: it has no _preprocess"),
+    ],
+)
+def test_runner_modules_of_the_current_folder(
+    text: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_runner.py").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_runner", raising=False)
+    result = _verify("--runner", "own_runner:Runner")
+    sys.modules.pop("own_runner", None)
+    assert result.exit_code == 2
+    assert advice in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_runner_that_has_the_mixin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mixed_runner.py").write_text(
+        "from omni_npu_phase import PhaseRoutingMixin\n"
+        "from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner\n"
+        "class Runner(PhaseRoutingMixin, GPUARModelRunner): pass\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert _verify("--runner", "mixed_runner:Runner", "--mode", "mixin").exit_code == 0
+    result = _verify("--runner", "mixed_runner:Runner", "--mode", "released")
+    assert result.exit_code == 2
+    assert "mixed_runner:Runner has PhaseRoutingMixin: judge it with --mode mixin" in result.stderr
+
+
+def test_nothing_judged_is_no_success() -> None:
+    result = _run("verify", "--scenario", "seeds", "--mode", "released", "--tier", "required")
+    assert result.exit_code == 2
+    assert "nothing was judged" in result.stderr
+
+
 def test_bad_option() -> None:
     assert _run("verify", "--format", "pdf").exit_code == 2
 
@@ -111,7 +156,7 @@ def test_bad_option() -> None:
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     result = _verify("--output", str(tmp_path))
     assert result.exit_code == 2
-    assert "Is a directory" in result.stderr
+    assert "this is a folder" in result.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
