@@ -98,7 +98,8 @@ def _refused(run: Recording, clause: str) -> str:
         return f"raised {type(error).__name__}: {error}"
     if not run.untouched_by_error:
         return "wrote part of what it refused"
-    if clause == "E4" and run.steps[-1].log.hooks:
+    log = run.steps[-1].log
+    if clause == "E4" and (log.hooks or log.batch_hooks):
         return "called a hook before the error"
     named = all(request in str(error) for request in error.requests)  # type: ignore[attr-defined]
     return "" if named and error.requests else "the error names no request"  # type: ignore[attr-defined]

@@ -250,6 +250,17 @@ def _batch_hook_last(original: Any, runner: Any, *args: Any) -> Any:
     return outputs
 
 
+def _batch_hook_first(original: Any, runner: Any, *args: Any) -> Any:
+    hook = vars(runner.model).pop("preprocess_batch", None)
+    if hook is not None:
+        _call_batch_hook(runner, hook)
+    try:
+        return original(runner, *args)
+    finally:
+        if hook is not None:
+            runner.model.preprocess_batch = hook
+
+
 def _batch_hook_again(original: Any, rows: StepPlan, port: Any) -> None:
     if hasattr(port.model, "preprocess_batch"):
         _call_batch_hook(port._runner, port.model.preprocess_batch)
@@ -605,6 +616,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("replay-is-prefill", ("E3", "M8"), "a chunk of a preemption replay past the prompt is prefill",
            (_replanned(_replay_is_prefill),), also=("owned-results",)),
     Mutant("no-refusal", ("E4",), "impossible lengths are not refused", (_NO_REFUSAL,)),
+    Mutant("batch-hook-before-refusal", ("E4",), "impossible lengths are refused behind preprocess_batch",
+           (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_first),)),
     Mutant("late-refusal", ("E4",), "impossible lengths are refused behind the hooks",
            (_NO_REFUSAL, Change(routing, "route", _refuse_late))),
     Mutant("deviations-silent", ("E5", "E7"), "tolerated results are not warned of", (_report(True, "is silent"),)),
