@@ -24,7 +24,8 @@ import torch
 from omni_npu_phase.conformance import model as recording
 from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
 from omni_npu_phase.conformance.scenarios import Hook, Row, Scenario, Step
-from omni_npu_phase.mtp import device_side
+from omni_npu_phase.contract import FIELDS
+from omni_npu_phase.mtp import device_side, mtp_inputs
 
 UNTOUCHED = 100.0
 """What the input embeddings hold before every step, so that a write to a wrong row shows."""
@@ -76,7 +77,7 @@ class Recording:
     steps: list[StepRecord] = field(default_factory=list)
     error: Exception | None = None
     untouched_by_error: bool = True
-    """After an error: whether the buffers and stored states are as they were before the refused result."""
+    """After an error: whether nothing of the refused rows was written since their hook returned."""
     warnings: list[str] = field(default_factory=list)
 
     def token(self, row: Row, index: int = 0) -> int:
@@ -126,6 +127,7 @@ class _Bench:
             cls, self.model, scenario, variant, device, self.max_requests, self.max_tokens, self.max_len
         )
         self.model.buffer = device_side(self.runner.inputs_embeds)
+        self.model.returning = self._remember
         self.hidden = torch.zeros(self.max_tokens, HIDDEN, device=device)
 
     # The scheduler's side.
@@ -140,14 +142,14 @@ class _Bench:
         step = StepRecord(rows, offsets[:-1])
         self.model.log = step.log
         record.steps.append(step)
-        before = self._contents()
+        self._remember()
         ids, embeds = device_side(runner.input_ids), device_side(runner.inputs_embeds)
         ids_version, addresses = ids._version, (ids.data_ptr(), embeds.data_ptr())
         scheduled = _scheduler_output(rows, reverse=setting.scheduled_reversed)
         try:
             outputs = runner._preprocess(scheduled, buffer_rows)
         except Exception:
-            record.untouched_by_error = self._unchanged_after_error(before, step)
+            record.untouched_by_error = self._untouched(step)
             raise
         step.ids_written = ids._version != ids_version
         step.same_buffers = self._same_buffers(outputs, addresses)
@@ -265,28 +267,47 @@ class _Bench:
         codes = self.runner.model_intermediate_buffer.get(request, {}).get("codes", {}).get("audio")
         return None if codes is None else [int(value) for value in codes.reshape(-1).tolist()]
 
-    def _contents(self) -> dict[str, Any]:
-        return {
-            "ids": device_side(self.runner.input_ids).tolist(),
-            "stored": {request: _without_runner_keys(info) for request, info in self._buffers().items()},
-        }
+    def _remember(self) -> None:
+        """Note what a runner may write to: where a step begins, and again whenever a hook returns.
 
-    def _buffers(self) -> Mapping[str, Mapping[str, Any]]:
-        buffers: Mapping[str, Mapping[str, Any]] = self.runner.model_intermediate_buffer
-        return buffers
+        By then the runner has refreshed its keywords, and the hook has mutated what it wanted to.
+        """
+        self.remembered = self._contents()
 
-    def _unchanged_after_error(self, before: Mapping[str, Any], step: StepRecord) -> bool:
-        """Whether nothing of the refused rows was written: their ids, embeddings and stored updates."""
-        embeds = device_side(self.runner.inputs_embeds).float().tolist()
-        now = self._contents()
-        for row, start in _refused(step, self.variant.hook):
-            span = slice(start, start + row.span)
-            if now["ids"][span] != before["ids"][span] or now["stored"].get(row.request, {}) != before["stored"].get(
-                row.request, {}
-            ):
+    def _contents(self) -> _Contents:
+        runner = self.runner
+        mtp_ids, *mtp_parts = mtp_inputs(runner) if self.variant.mtp else [torch.empty(0)]
+        return _Contents(
+            ids=device_side(runner.input_ids).tolist(),
+            embeds=device_side(runner.inputs_embeds).float().tolist(),
+            stored={request: _stored(info) for request, info in runner.model_intermediate_buffer.items()},
+            in_mtp=[
+                [recording.place(int(token_id)) for token_id in mtp_ids.tolist()],
+                *([recording.place_of(vector) for vector in part.float().tolist()] for part in mtp_parts),
+            ],
+        )
+
+    def _untouched(self, step: StepRecord) -> bool:
+        """Whether nothing of the refused rows was written: those of the last hook call, or all where none was made.
+
+        Rows of earlier calls are not looked at: what their hooks returned may be written at any time.
+        """
+        before, now = self.remembered, self._contents()
+        last = max((call.call for call in step.log.hooks), default=None)
+        refused = {recording.place(call.token_ids[0]) for call in step.log.hooks if call.call == last}
+        for row, start in zip(step.rows, step.offsets, strict=True):
+            own, span = recording.place(self._token(row, row.computed)), slice(start, start + row.span)
+            if last is not None and own not in refused:
+                continue
+            if now.ids[span] != before.ids[span] or now.embeds[span] != before.embeds[span]:
                 return False
-            if any(value != UNTOUCHED for embedding in embeds[span] for value in embedding):
+            known, found = (contents.stored.get(row.request, {}) for contents in (before, now))
+            # Before the first hook, a runner may already have put keywords of its own into the buffer.
+            if found != known and (last is not None or any(found.get(key) != known[key] for key in known)):
                 return False
+            for was, lies in zip(before.in_mtp, now.in_mtp, strict=True):
+                if any(new == own != old for old, new in zip(was, lies, strict=True)):
+                    return False
         return True
 
     def _same_buffers(self, outputs: Sequence[Any], addresses: tuple[int, int]) -> bool:
@@ -299,20 +320,29 @@ class _Bench:
         )
 
 
-def _refused(step: StepRecord, hook: Hook) -> Iterator[tuple[Row, int]]:
-    """Rows of the last hook call of a step, which raised; all rows when none was called (E4)."""
-    last = max((call.call for call in step.log.hooks), default=None)
-    last_tokens = [call.token_ids[0] for call in step.log.hooks if call.call == last]
-    requests = {recording.place(token_id) for token_id in last_tokens}
-    for row, start in zip(step.rows, step.offsets, strict=True):
-        positions = {position for _, position in requests}
-        if last is None or row.computed in positions:
-            yield row, start
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a runner may write to, as it was at one time."""
+
+    ids: list[int]
+    embeds: list[list[float]]
+    stored: dict[str, dict[str, Any]]
+    """Each live buffer without the runner-owned fields, which may be refreshed at any time (M9)."""
+    in_mtp: list[list[tuple[int, int]]]
+    """Request and position that each row of each MTP input buffer names."""
 
 
-def _without_runner_keys(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What hooks and MTP stored, without the keywords that a runner refreshes before each call."""
-    return {key: value for key, value in info.items() if key in (recording.MARK, "codes", "last")}
+def _stored(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _frozen(value) for key, value in info.items() if key not in FIELDS}
+
+
+def _frozen(value: Any) -> Any:
+    """A value that later writes into it do not change, and that compares as a whole."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {key: _frozen(inner) for key, inner in value.items()}
+    return [_frozen(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _accepted(method: Callable[..., Any], **keywords: Any) -> dict[str, Any]:

@@ -38,6 +38,11 @@ def place(token_id: int) -> tuple[int, int]:
     return divmod((token_id - 1) % NEW_IDS, POSITIONS)
 
 
+def place_of(vector: Sequence[float]) -> tuple[int, int]:
+    """Request and position of a vector that names its row."""
+    return int(vector[0]), int(vector[1]) * 64 + int(vector[2])
+
+
 def _vector(kind: int, token_id: int) -> list[float]:
     request, position = place(token_id)
     return [request, position // 64, position % 64, kind, 0, 0, 0, 1]
@@ -122,6 +127,8 @@ class RecordingModel:
         self.device = device
         self.log = Log()
         self.buffer: torch.Tensor | None = None
+        self.returning: Callable[[], None] = lambda: None
+        """Called whenever a per-row hook is about to return."""
         self.has_preprocess = behaviour.has_preprocess
         self._faulty_hook = "batched" if batched else "scalar"
         self._mtp = mtp
@@ -154,7 +161,7 @@ class RecordingModel:
         self.log.calls += 1
         if self.behaviour.mutates == "nested":
             info[NESTED].pop("once", None)
-        return self._faulty("scalar", self._scalar_result(input_ids, input_embeds, token_ids, info))
+        return self._returned("scalar", self._scalar_result(input_ids, input_embeds, token_ids, info))
 
     def _scalar_result(
         self, input_ids: torch.Tensor, input_embeds: torch.Tensor | None, token_ids: list[int], info: dict[str, Any]
@@ -201,7 +208,7 @@ class RecordingModel:
         text_step = self._rows([_vector(_TEXT, token_id) for token_id in token_ids])
         ids = self._ids(input_ids)
         result = (ids, embeds, hidden, text_step, updates) if self._mtp else (ids, embeds, updates)
-        return self._faulty("batched", result)
+        return self._returned("batched", result)
 
     def _preprocess_batch(
         self, *, req_ids: Sequence[str], model_intermediate_buffer: dict[str, dict[str, Any]], device: torch.device
@@ -277,10 +284,12 @@ class RecordingModel:
     def _rows(self, rows: list[list[float]]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.float32).to(self.device)
 
-    def _faulty(self, hook: str, result: tuple[Any, ...]) -> Any:
-        if self.behaviour.fault is None or hook != self._faulty_hook:
-            return result
-        return FAULTS[self.behaviour.fault](hook, result)
+    def _returned(self, hook: str, result: Any) -> Any:
+        fault = self.behaviour.fault
+        if fault is not None and hook == self._faulty_hook and self.log.calls > self.behaviour.good_calls:
+            result = FAULTS[fault](hook, result)
+        self.returning()
+        return result
 
 
 def named(class_name: str) -> type[RecordingModel]:

@@ -66,6 +66,8 @@ class Behaviour:
     """Embeddings returned: a new tensor, the given slice filled in place, or an overlapping view of it (E8)."""
     fault: str | None = None
     """A malformed hook result, by its name in :data:`omni_npu_phase.conformance.model.FAULTS` (E5, E5b)."""
+    good_calls: int = 0
+    """Hook calls of a step, from its first on, whose results are as they should be in spite of the fault."""
     preprocess_batch: Literal["absent", "records", "replaces", "claims"] = "absent"
     """The optional batch hook: records its call, replaces buffers, or writes the fields itself (M6, M10)."""
     codes: Literal["rows", "none_later", "resident"] = "rows"
@@ -361,6 +363,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     _scalar_fault("float_ids", "floating token ids", error=True),
     _scalar_fault("elsewhere", "embeddings on another device", error=True),
     _scalar_fault("two_values", "two values", error=True),
+    Scenario("e5-later-row", "an eligible row refused behind a good one", ("E5",), _SCALAR_FAULT, hooks=("scalar",),
+             behaviour=Behaviour(fault="wrong_width", good_calls=1), error="E5"),
     # E5b: the batched hook's.
     _batch_fault("two_values", "a value missing"),
     _batch_fault("six_values", "a value too many"),
@@ -376,6 +380,10 @@ SCENARIOS: tuple[Scenario, ...] = (
     _batch_fault("short_hidden", "hidden states of fewer rows", mtp=(True,)),
     _batch_fault("wide_text_step", "a text step of another width", mtp=(True,)),
     _batch_fault("no_dictionary", "an update that is no dictionary", strict=True),
+    Scenario("e5b-later-batch", "a batch refused behind a good one", ("E5b",),
+             (step(row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP), row("p", 6, 0, 4, PREFILL),
+                   row("c", 2, 9, 1, MTP)),),
+             hooks=("batched",), mtp=(False,), behaviour=Behaviour(fault="wrong_width", good_calls=2), error="E5b"),
 )
 # fmt: on
 """Every scenario, in the order reports show them."""

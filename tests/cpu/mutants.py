@@ -347,6 +347,35 @@ def _written_unchecked(original: Any, port: Any, run: Run, infos: Any, ids: Any)
     return raw
 
 
+def _noted_unchecked(original: Any, port: Any, run: Run, infos: Any, ids: Any) -> Any:
+    raw = original(port, run, infos, ids)
+    for info in infos:
+        info["returned"] = len(raw)
+    return raw
+
+
+def _merged_unchecked(original: Any, port: Any, row: int, info: dict[str, Any], *rest: Any) -> Any:
+    raw = original(port, row, info, *rest)
+    if isinstance(raw[-1], dict):
+        info.setdefault("mark", {}).update(raw[-1].get("mark", {}))
+    return raw
+
+
+def _batch_in_mtp_unchecked(original: Any, port: Any, run: Run, infos: Any, ids: Any) -> Any:
+    raw = original(port, run, infos, ids)
+    hidden = port._mtp_inputs[2] if port.mtp_width is not None else None
+    if hidden is not None and len(raw) == 5 and len(raw[2]) == len(run.rows):
+        hidden[-len(run.rows) :] = raw[2]
+    return raw
+
+
+def _row_in_mtp_unchecked(original: Any, port: Any, row: int, *rest: Any) -> Any:
+    raw = original(port, row, *rest)
+    if port.mtp_width is not None and port._plan.eligible[row] and MTP_INPUTS in (raw[-1] or ()):
+        port._mtp_inputs[3][-1] = raw[-1][MTP_INPUTS][1]
+    return raw
+
+
 def _unchecked_mtp_inputs(original: Any, call: Call, updates: dict[Any, Any], width: int) -> Any:
     hidden, text_step = updates[MTP_INPUTS]
     return hidden.reshape(1, width), text_step.reshape(1, width)
@@ -640,6 +669,14 @@ MUTANTS: tuple[Mutant, ...] = (
            raises=("RuntimeError", "ValueError", "IndexError", "NotImplementedError")),
     Mutant("written-before-checked", ("E5b",), "embeddings of a batch are written before it is checked",
            (Change(_Port, "call_batch", _written_unchecked),)),
+    Mutant("noted-before-checked", ("E5b",), "live buffers note what a batch returned before it is checked",
+           (Change(_Port, "call_batch", _noted_unchecked),)),
+    Mutant("merged-before-checked", ("E5",), "a row's updates are merged before its result is checked",
+           (Change(_Port, "call_scalar", _merged_unchecked),)),
+    Mutant("batch-in-mtp-before-checked", ("E5b",), "a batch's hidden states go to MTP before it is checked",
+           (Change(_Port, "call_batch", _batch_in_mtp_unchecked),)),
+    Mutant("row-in-mtp-before-checked", ("E5",), "a row's text step goes to MTP before its result is checked",
+           (Change(_Port, "call_scalar", _row_in_mtp_unchecked),)),
     Mutant("mtp-inputs-stored", ("E6",), "mtp_inputs that are not consumed are stored with the request",
            (Change(routing, "_storable", lambda original, update: update),)),
     Mutant("mtp-inputs-demanded", ("E7",), "an eligible row without mtp_inputs is a KeyError",
