@@ -122,7 +122,7 @@ def _judge_rows(run: Recording) -> Iterator[Finding]:
             _batch_hook(run, step),
             _hook_choice(run, step, placed),
             _writes(run, step, placed),
-            _updates(run, step, placed),
+            _updates(run, step, placed, history),
             _mtp_batch(run, step, placed),
             _codes(run, step, placed, history),
             _special(run, step, placed),
@@ -139,6 +139,8 @@ class _History:
     def __init__(self, run: Recording) -> None:
         self.codes: dict[str, list[int] | None] = {}
         self.codes_later: dict[str, list[int] | None] = {}
+        self.marks: dict[str, list[int | None]] = {}
+        """The marks of each request's steps, behind two of none."""
         self.progress: dict[str, tuple[int, int]] = {}
         self.furthest: dict[str, int] = {}
         """How far each request ever was: a decode row at or before it is a replay."""
@@ -388,7 +390,7 @@ def _ids(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[
         yield "R7", "" if found == wanted else f"{placed}: token ids are not what its hook returned"
 
 
-def _updates(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+def _updates(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _History) -> Iterator[Finding]:
     behaviour = run.scenario.behaviour
     if behaviour.updates == "nothing" or behaviour.fault == "no_dictionary":
         return
@@ -402,6 +404,12 @@ def _updates(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
         for mark in (marks.get("token"), marks.get("scalar")):
             right = mark is not None and int(mark) == wanted
             yield "R8", "" if right else f"{placed}: its buffer holds {mark} where its own update has {wanted}"
+        if behaviour.updates == "moves":
+            known = history.marks.setdefault(row.request, [None, None])
+            for info, last in ((placed.calls[0].info, known[-2]), (live, known[-1])):
+                moved = info.get(recording.BEFORE, {}).get("token")
+                yield "R8", "" if moved == last else f"{placed}: holds {moved}, not {last}: an update was merged twice"
+            known.append(wanted)
         if not (row.shows == MTP and run.variant.mtp):
             leaked = contract.MTP_INPUTS in live or contract.MTP_INPUTS in placed.calls[0].info
             yield "E6", f"{placed}: its mtp_inputs were stored" if leaked else ""

@@ -22,6 +22,7 @@ POSITIONS = 4096
 NEW_IDS = 1 << 20
 """Added to every token id by a model that returns other ids."""
 BATCH_MARK = "batch_hook"
+BEFORE = "before"
 MARK = "mark"
 NESTED = "nested"
 VALIDITY = ("meta", "valid")
@@ -137,6 +138,8 @@ class RecordingModel:
         self.mtp_codes = torch.zeros(max_rows, CODES, dtype=torch.int64, device=device)
         if batched:
             self.preprocess_decode_batch = self._preprocess_decode_batch
+        elif behaviour.uncallable_hook:
+            self.preprocess_decode_batch = True
         if behaviour.preprocess_batch != "absent":
             self.preprocess_batch = self._preprocess_batch
         if mtp:
@@ -270,6 +273,9 @@ class RecordingModel:
             return {}
         # As a talker marks its frames: a device scalar per row, which must reach the host or stay as its own.
         mark: dict[str, Any] = {MARK: {"token": token_id, "scalar": torch.tensor(token_id).to(self.device)}}
+        if self.behaviour.updates == "moves":
+            # The live mark, no copy: one merge hands on the mark of the step before, a second one the new mark.
+            return {BEFORE: info.get(MARK, {}), **mark}
         if self.behaviour.updates == "whole":
             return {**info, **mark}
         return {**mark, **_HOSTILE} if self.behaviour.updates == "fields" else mark

@@ -58,8 +58,9 @@ class Behaviour:
     """Token ids returned: the object given, or other ids as another integer dtype (R7)."""
     mtp_inputs: Literal["one_token", "every_row", "never"] = "one_token"
     """Which rows get ``mtp_inputs`` from the scalar hook; prefill rows among them must not be taken (T2, E6)."""
-    updates: Literal["mark", "whole", "fields", "nothing"] = "mark"
-    """Updates returned: a mark, the whole keyword dictionary, or hostile copies of the runner-owned fields (M9)."""
+    updates: Literal["mark", "moves", "whole", "fields", "nothing"] = "mark"
+    """Updates returned: a mark, a new mark that moves on the last one (R8), the whole keyword dictionary, or hostile
+    copies of the runner-owned fields (M9)."""
     mutates: Literal["nothing", "fields", "nested"] = "nothing"
     """What a hook changes in the dictionaries it is handed: the fields, or a nested value it pops (M9)."""
     embeds: Literal["fresh", "in_place", "shifted"] = "fresh"
@@ -81,6 +82,8 @@ class Behaviour:
     class_name: str = "RecordingModel"
     """Released code recognises one model by its class name."""
     has_preprocess: bool = True
+    uncallable_hook: bool = False
+    """Whether a model without batched hook has an attribute of its name (R2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +250,10 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("swapped", "decode rows swapped between steps", ("M7", "R3", "T5"),
              (step(row("a", 3, 3, 1, MTP), row("b", 4, 4, 1, MTP)),
               step(row("b", 4, 5, 1, MTP), row("a", 3, 4, 1, MTP))), report="omni#2690"),
+    Scenario("moved-marks", "updates that move on what the last ones stored", ("R8",),
+             (*_CHUNKED, _DECODES, _DECODES[::-1]), behaviour=Behaviour(updates="moves")),
+    Scenario("uncallable-hook", "a batched hook's attribute that cannot be called", ("R2",), (_MIXED,),
+             hooks=("scalar",), behaviour=Behaviour(uncallable_hook=True)),
     Scenario("scheduler-order", "a scheduler dictionary in another order than the batch", ("M7",),
              (_MIXED,), setting=Setting(scheduled_reversed=True)),
     Scenario("condensed", "requests finish, rows move up", ("M7", "T5"),

@@ -307,6 +307,28 @@ def _first_update_only(original: Any, port: Any, rows: Sequence[int], updates: A
     original(port, rows[:1], updates[:1])
 
 
+def _updates_twice(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    original(port, rows, updates)
+    original(port, rows, updates)
+
+
+def _updates_noted(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    original(port, rows, updates)
+    port._runner.__dict__.setdefault("_noted_updates", []).append((port._plan, rows, updates))
+
+
+def _noted_updates_again(original: Any, runner: Any, *args: Any) -> None:
+    original(runner, *args)
+    for rows, numbers, updates in runner.__dict__.pop("_noted_updates", ()):
+        for row, update in zip(numbers, updates, strict=True):
+            runner._update_intermediate_buffer(rows.request_ids[row], update)
+
+
+def _uncallable_hook_taken(original: Any, rows: StepPlan, port: Any) -> None:
+    port.has_batched_hook = hasattr(port.model, "preprocess_decode_batch")
+    original(rows, port)
+
+
 def _copied_backwards(original: Any, helper: Any, dest: torch.Tensor, rows: Any, source: torch.Tensor) -> None:
     # Over memory that it also reads, this order spreads the last row.
     target = dest[rows]
@@ -545,6 +567,8 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_always),)),
     Mutant("batched-hook-takes-prefill", ("R2", "T2"), "one-token prefill rows go to the batched hook",
            (_runs_of(_one_token_rows),)),
+    Mutant("uncallable-hook-taken", ("R2",), "an attribute of the batched hook's name is taken for the hook",
+           (Change(routing, "route", _uncallable_hook_taken),), raises=("TypeError",)),
     Mutant("infos-reversed", ("R3",), "the infos of a batched call are in reverse",
            (Change(_Port, "call_batch", _infos_reversed),)),
     Mutant("batches-last", ("R4",), "batches are flushed behind all other spans",
@@ -570,6 +594,10 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(_Port, "store_updates", _updates_of_neighbour),)),
     Mutant("updates-of-the-first", ("R8",), "only a batch's first row gets its updates",
            (Change(_Port, "store_updates", _first_update_only),)),
+    Mutant("updates-twice", ("R8",), "updates are merged twice", (Change(_Port, "store_updates", _updates_twice),)),
+    Mutant("updates-again-later", ("R8",), "updates are merged again behind postprocess",
+           (Change(_Port, "store_updates", _updates_noted),
+            Change(PhaseRoutingMixin, "_process_additional_information_updates", _noted_updates_again))),
     Mutant("whole-buffers", ("R9",), "the scalar hook gets the step's whole buffers",
            (Change(_Port, "call_scalar", lambda original, port, row, info, ids, embeds:
                    original(port, row, info, port.ids, port.embeds)),)),
