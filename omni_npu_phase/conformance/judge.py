@@ -15,7 +15,7 @@ import torch
 from omni_npu_phase import contract
 from omni_npu_phase.conformance import model as recording
 from omni_npu_phase.conformance.driver import UNTOUCHED, Recording, StepRecord
-from omni_npu_phase.conformance.model import NEW_IDS, HookCall
+from omni_npu_phase.conformance.model import NEW_IDS, HookCall, MtpCall
 from omni_npu_phase.conformance.scenarios import DECODE, MTP, Row
 
 
@@ -144,7 +144,6 @@ class _History:
         self.progress: dict[str, tuple[int, int]] = {}
         self.furthest: dict[str, int] = {}
         """How far each request ever was: a decode row at or before it is a replay."""
-        self.order: list[str] = []
         self._streams = {
             request: torch.Generator(run.device).manual_seed(seed)
             for request, seed in run.scenario.setting.seeds.items()
@@ -160,7 +159,6 @@ class _History:
         for row in step.rows:
             self.furthest[row.request] = max(row.computed, self.furthest.get(row.request, -1))
         self.codes_later.update(step.codes_later)
-        self.order = [row.request for row in step.rows]
 
 
 def _place(run: Recording, step: StepRecord) -> list[_Placed]:
@@ -424,12 +422,8 @@ def _mtp_batch(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Ite
     eligible = [placed for placed in rows if placed.row.shows == MTP]
     if _lacks_mtp_inputs(run):
         eligible = []
-    padding = run.scenario.setting.padded
-    entered: list[int] = []
     one_stream = run.scenario.setting.seeds and run.scenario.behaviour.seeds == "one_stream"
-    for call in step.log.mtp:
-        count = call.rows if not padding or call.rows != padding else len(eligible)
-        entered += [token_id % NEW_IDS for token_id in call.token_ids[:count]]
+    entered = [token_id for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
     wanted = [placed.token for placed in eligible]
     listing = f"MTP ran for {_requests(run, entered)}"
     if eligible:
@@ -457,6 +451,16 @@ def _mtp_batch(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Ite
             yield "E2", told
 
 
+def tokens_in_mtp(run: Recording, step: StepRecord, call: MtpCall) -> list[int]:
+    """Token ids of the rows of an MTP call, without padding: what a padded call holds behind its rows is anything."""
+    rows = call.rows
+    if rows == run.scenario.setting.padded:
+        eligible = sum(row.shows == MTP for row in step.rows)
+        # A runner that makes a call for each row has one row in each.
+        rows = 1 if len(step.log.mtp) == eligible else eligible
+    return [token_id % NEW_IDS for token_id in call.token_ids[:rows]]
+
+
 def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _History) -> Iterator[Finding]:
     if not run.variant.mtp:
         return
@@ -467,19 +471,24 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
         offset = NEW_IDS if behaviour.ids == "new" else 0
         wanted = known
         makes_codes = row.shows == MTP and not _lacks_mtp_inputs(run)
-        if makes_codes and not (behaviour.codes == "none_later" and history.order):
-            wanted = recording.mtp_codes(placed.token + offset, history.noise(row.request))
+        none_made = behaviour.codes == "none_later" and not any(
+            call.gave_codes and placed.token in tokens_in_mtp(run, step, call) for call in step.log.mtp
+        )
+        if makes_codes:
+            made = recording.mtp_codes(placed.token + offset, history.noise(row.request))
+            wanted = known if none_made else made
         told = "" if found == wanted else f"{placed}: its codes are {found}, not {wanted}"
-        if makes_codes and behaviour.codes == "none_later" and history.order:
+        if makes_codes and none_made:
             # Codes that changed since they were stored are another clause's matter.
             yield "T11", "" if found == history.codes_later.get(row.request) else told
         elif makes_codes:
             without_noise = "" if wanted is not None and found is not None and found[:-1] == wanted[:-1] else told
             # Codes that a second MTP call of the step wrote over were stored with the right request, but not owned.
-            yield ("T5" if len(step.log.mtp) == 1 else "T9"), without_noise
-            if setting.seeds and not (without_noise and len(step.log.mtp) > 1):
+            one_call = len(step.log.mtp) == 1
+            yield ("T5" if one_call else "T9"), without_noise
+            if setting.seeds and (one_call or not without_noise):
                 yield "T8", told
-            if setting.padded:
+            if setting.padded and one_call:
                 yield "T10", without_noise
             if behaviour.validity:
                 valid = step.live.get(row.request, {}).get(recording.VALIDITY[0], {}).get(recording.VALIDITY[1])

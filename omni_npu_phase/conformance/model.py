@@ -94,11 +94,12 @@ class HookCall:
 
 @dataclass(slots=True)
 class MtpCall:
-    """One MTP call: the token ids of its rows, padding included, and its keywords."""
+    """One MTP call: the token ids of its rows, padding included, its keywords, and whether it returned codes."""
 
     token_ids: list[int]
     rows: int
     keywords: dict[str, Any]
+    gave_codes: bool = True
 
 
 @dataclass(slots=True)
@@ -244,6 +245,7 @@ class RecordingModel:
             codes.append([mixed, position, int(past[0]), int(text[0]), noise[index]])
         self.mtp_embeds[:count].copy_(torch.tensor(out, dtype=torch.float32).to(self.device))
         if self.behaviour.codes == "none_later" and self._mtp_calls > 1:
+            self.log.mtp[-1].gave_codes = False
             return self.mtp_embeds[:count], None
         self.mtp_codes[:count].copy_(torch.tensor(codes, dtype=torch.int64).to(self.device))
         return self.mtp_embeds[:count], self.mtp_codes[:count]

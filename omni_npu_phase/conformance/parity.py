@@ -54,9 +54,10 @@ def trace(run: Recording) -> Trace:
 
 
 def _rows(run: Recording, step: StepRecord) -> Iterator[dict[str, Any]]:
+    from omni_npu_phase.conformance.judge import tokens_in_mtp
     from omni_npu_phase.conformance.model import place
 
-    in_mtp = [place(token_id) for call in step.log.mtp for token_id in call.token_ids]
+    in_mtp = [place(token_id) for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
     for row, start in zip(step.rows, step.offsets, strict=True):
         own = place(run.token(row))
         calls = [call for call in step.log.hooks if place(call.token_ids[0]) == own]
