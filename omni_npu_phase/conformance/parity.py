@@ -2,15 +2,18 @@
 """Parity: what a runner did with every row, held against golden traces made by the mixin on CPU.
 
 A trace says, per row, what the hook was told, which hook it was, where the row lies, whether it went to MTP, and its
-codes and embeddings, exactly. How rows were grouped into calls is no part of it. The golden files are made by
-``python -m omni_npu_phase.conformance.parity --write`` and kept in the repository.
+codes and embeddings, exactly; and of the whole run, how it ended and which clauses it warned of. How rows were grouped
+into calls is no part of it. The golden files are made by ``python -m omni_npu_phase.conformance.parity --write`` and
+kept in the repository.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 Trace = dict[str, Any]
 # Longer spans are kept as their first and last row and a digest, so that a golden file stays readable.
 _LONGEST_SPAN = 8
+_ADVICE = "make it with: python -m omni_npu_phase.conformance.parity --write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,13 @@ def trace(run: Recording) -> Trace:
         "ended": "as planned"
         if run.error is None
         else f"error {getattr(run.error, 'clause', type(run.error).__name__)}",
+        "warned": [_clauses_in(text) for text in run.warnings],
         "steps": [list(_rows(run, step)) for step in run.steps],
     }
+
+
+def _clauses_in(warning: str) -> str:
+    return " ".join(clause for clause in contract.CLAUSES if f"[{clause}]" in warning) or "no clause"
 
 
 def _rows(run: Recording, step: StepRecord) -> Iterator[dict[str, Any]]:
@@ -88,30 +97,50 @@ def _codes(run: Recording, codes: list[int] | None) -> list[Any] | None:
 
 
 def _embeds(rows: Sequence[Sequence[float]]) -> list[Any]:
-    whole = [[int(value) for value in row] for row in rows]
-    if len(whole) <= _LONGEST_SPAN:
-        return whole
-    digest = hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:16]
-    return [whole[0], whole[-1], f"{len(whole)} rows {digest}"]
+    exact = [[_number(value) for value in row] for row in rows]
+    if len(exact) <= _LONGEST_SPAN:
+        return exact
+    digest = hashlib.sha256(json.dumps(exact).encode()).hexdigest()[:16]
+    return [exact[0], exact[-1], f"{len(exact)} rows {digest}"]
+
+
+def _number(value: float) -> int | float | str:
+    """A number as a golden file holds it: whole numbers without a point, and what JSON cannot hold as text."""
+    if not math.isfinite(value):
+        return repr(value)
+    return int(value) if value.is_integer() else value
 
 
 def golden(scenario: Scenario) -> Mapping[str, Trace]:
-    """The golden traces of a scenario by variant. Raises FileNotFoundError for a scenario that has none."""
-    path = resources.files(__package__) / "golden" / f"{scenario.id}.json"
+    """The golden traces of a scenario by variant. Raises ValueError where there is no such file, or not of them."""
+    name = f"{scenario.id}.json"
     try:
-        traces: Mapping[str, Trace] = json.loads(path.read_text(encoding="utf-8"))
+        traces = json.loads((resources.files(__package__) / "golden" / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        advice = "make it with: python -m omni_npu_phase.conformance.parity --write"
-        raise FileNotFoundError(f"scenario {scenario.id} has no golden trace; {advice}") from None
+        raise ValueError(f"there is no golden/{name}; {_ADVICE}") from None
+    except ValueError as error:
+        raise ValueError(f"golden/{name} is no JSON ({error}); {_ADVICE}") from None
+    if not isinstance(traces, dict) or not all(map(_is_trace, traces.values())):
+        raise ValueError(f"golden/{name} holds no traces; {_ADVICE}")
     return traces
+
+
+def _is_trace(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"ended", "warned", "steps"}:
+        return False
+    return isinstance(value["steps"], list) and all(isinstance(rows, list) for rows in value["steps"])
 
 
 def compare(run: Recording) -> Difference | None:
     """The first difference between a run and its golden trace, None where they are the same."""
     variant = str(run.variant)
-    wanted, found = golden(run.scenario).get(variant), trace(run)
-    if wanted is None:
-        return Difference(run.scenario.id, variant, "the whole run", "no such variant", found["ended"])
+    found = trace(run)
+    try:
+        wanted = golden(run.scenario)[variant]
+    except ValueError as error:
+        return Difference(run.scenario.id, variant, "the whole run", str(error), found["ended"])
+    except KeyError:
+        return Difference(run.scenario.id, variant, "the whole run", f"no such variant; {_ADVICE}", found["ended"])
     for where, one, other in _parts(wanted, found):
         if one != other:
             return Difference(run.scenario.id, variant, where, one, other)
@@ -125,6 +154,7 @@ def _parts(wanted: Trace, found: Trace) -> Iterator[tuple[str, str, str]]:
             texts = [json.dumps(rows[index]) if index < len(rows) else "no such row" for rows in (one, other)]
             yield f"step {number + 1}, row {index}", texts[0], texts[1]
     yield "the end", wanted["ended"], found["ended"]
+    yield "the warnings", json.dumps(wanted["warned"]), json.dumps(found["warned"])
 
 
 def render(traces: Mapping[str, Trace]) -> str:
@@ -133,6 +163,7 @@ def render(traces: Mapping[str, Trace]) -> str:
     for number, (variant, own) in enumerate(traces.items()):
         lines.append(f"  {json.dumps(variant)}: {{")
         lines.append(f'    "ended": {json.dumps(own["ended"])},')
+        lines.append(f'    "warned": {json.dumps(own["warned"])},')
         lines.append('    "steps": [')
         for index, step in enumerate(own["steps"]):
             lines.append("      [")
@@ -180,8 +211,16 @@ def main() -> int:
                 (folder / name).unlink()
         sys.stderr.write(f"{len(made)} golden files, {len(stale)} changed\n")
         return 0
+    for name in stale:
+        sys.stderr.writelines(_diff(name, known.get(name, ""), made.get(name, "")))
     sys.stderr.write(f"stale: {', '.join(stale)}\n" if stale else f"{len(made)} golden files are up to date\n")
     return int(bool(stale))
+
+
+def _diff(name: str, golden_text: str, made_text: str) -> Iterator[str]:
+    texts = golden_text.splitlines(), made_text.splitlines()
+    for line in difflib.unified_diff(*texts, f"golden/{name}", f"{name} as made now", n=2, lineterm=""):
+        yield line + "\n"
 
 
 if __name__ == "__main__":

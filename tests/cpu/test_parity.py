@@ -93,14 +93,64 @@ def test_other_endings_differ(mixed: type) -> None:
     assert (difference.where, difference.here) == ("step 4, row 0", "no such row")
 
 
+@pytest.mark.parametrize("change", ["lost", "again", "other"])
+def test_other_warnings_differ(change: str, mixed: type) -> None:
+    run = run_scenario(mixed, BY_ID["e5-long"], Variant("scalar", True), CPU)
+    assert parity.compare(run) is None
+    (own,) = run.warnings
+    run.warnings = {"lost": [], "again": [own, own], "other": ["no clause's own"]}[change]
+    difference = parity.compare(run)
+    assert difference is not None
+    assert (difference.where, difference.golden) == ("the warnings", '["E5"]')
+    assert difference.here == {"lost": "[]", "again": '["E5", "E5"]', "other": '["no clause"]'}[change]
+
+
+@pytest.mark.parametrize("value", [3.5, -3.0, float("nan"), float("inf"), 2.0**40])
+def test_other_values_differ(value: float, mixed: type) -> None:
+    run = _run(mixed)
+    embeds = run.steps[3].embeds
+    assert embeds is not None
+    embeds[0][3] = value
+    difference = parity.compare(run)
+    assert difference is not None
+    assert difference.where == "step 4, row 0"
+    shown = {3.5: "3.5", -3.0: "-3", float("inf"): '"inf"', 2.0**40: "1099511627776"}.get(value, '"nan"')
+    assert f'"embeds": [[1, 0, 6, {shown}, 1, 6, 1, 6]]' in difference.here
+    assert difference.golden == difference.here.replace(shown, "3", 1)
+
+
 def test_unknown_variants_and_scenarios(mixed: type) -> None:
     run = _run(mixed)
     run.variant = replace(run.variant, mode="strict")
     difference = parity.compare(run)
     assert difference is not None
-    assert difference.golden == "no such variant"
-    with pytest.raises(FileNotFoundError, match="--write"):
-        parity.golden(replace(BY_ID["tail"], id="nowhere"))
+    assert difference.golden.startswith("no such variant; make it with:")
+    run.scenario = replace(BY_ID["tail"], id="nowhere")
+    difference = parity.compare(run)
+    assert difference is not None
+    assert difference.golden.startswith("there is no golden/nowhere.json; make it with:")
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("", "is no JSON (Expecting value"),
+        ('{"batched hook, MTP": ', "is no JSON (Expecting value"),
+        ("[]", "holds no traces"),
+        ('{"batched hook, MTP": []}', "holds no traces"),
+        ('{"batched hook, MTP": {"ended": "as planned", "steps": []}}', "holds no traces"),
+        ('{"batched hook, MTP": {"ended": "", "warned": [], "steps": [{}]}}', "holds no traces"),
+    ],
+)
+def test_a_golden_file_of_something_else_differs(
+    text: str, seen: str, mixed: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "golden").mkdir()
+    (tmp_path / "golden" / "tail.json").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(parity.resources, "files", lambda _: tmp_path)
+    difference = parity.compare(_run(mixed))
+    assert difference is not None
+    assert difference.golden.startswith(f"golden/tail.json {seen}")
 
 
 def test_wrong_types_show() -> None:
@@ -135,9 +185,12 @@ def test_check(
     assert (tmp_path / "golden" / "tail.json").read_text(encoding="utf-8") == "{}\n"
     if stale:
         (tmp_path / "golden" / "gone.json").write_text("{}", encoding="utf-8")
+        (tmp_path / "golden" / "tail.json").write_text('{"row": 1}\n', encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["parity", "--check"])
     assert parity.main() == status
-    assert ("stale: gone.json" in capsys.readouterr().err) is stale
+    said = capsys.readouterr().err
+    assert ("stale: gone.json, tail.json" in said) is stale
+    assert ('--- golden/tail.json\n+++ tail.json as made now\n@@ -1 +1 @@\n-{"row": 1}\n+{}\n' in said) is stale
     monkeypatch.setattr(sys, "argv", ["parity", "--write"])
     parity.main()
     assert not (tmp_path / "golden" / "gone.json").exists()
