@@ -70,6 +70,7 @@ def test_released_runner(both: Report) -> None:
     by_id = {result.id: result for result in both.of("released")}
     assert set(by_id["M9"].scenarios) == {"returned-fields", "mutated-fields", "no-buffer"}
     assert "on CPU" in by_id["T9"].detail
+    assert "on batched calls" in by_id["R7"].detail
 
 
 def test_default_tiers() -> None:
@@ -94,7 +95,9 @@ def test_what_the_release_gives_hooks_stays(scenario: str, hook: Hook, released:
     ours, theirs = (run_scenario(cls, BY_ID[scenario], Variant(hook, True), CPU) for cls in (mixed, released))
     assert ours.error is None
     for one, other in zip(ours.steps, theirs.steps, strict=True):
-        assert [_keywords(call.info) for call in one.log.hooks] == [_keywords(call.info) for call in other.log.hooks]
+        assert [(call.hook, _keywords(call.info)) for call in one.log.hooks] == [
+            (call.hook, _keywords(call.info)) for call in other.log.hooks
+        ]
         assert [_keywords(call.keywords) for call in one.log.mtp] == [
             _keywords(call.keywords) for call in other.log.mtp
         ]
