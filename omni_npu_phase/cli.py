@@ -147,9 +147,7 @@ def verify(
             torch_device = suite.prepare_device(device.value)
             classes = suite.load_runner(runner)
             if mode is ModeOption.released and suite.has_mixin(classes):
-                _stop(
-                    f"{runner} has PhaseRoutingMixin: judge it with --mode mixin (or both)"
-                )
+                _stop(f"{runner} has PhaseRoutingMixin: judge it with --mode mixin (or both)")
             report = suite.verify(
                 classes,
                 modes,

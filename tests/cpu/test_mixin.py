@@ -18,6 +18,7 @@ import omni_npu_phase
 from omni_npu_phase import ContractError, mixin
 from omni_npu_phase.conformance import driver
 from omni_npu_phase.conformance.judge import judge
+from omni_npu_phase.conformance.model import MARK
 from omni_npu_phase.conformance.scenarios import BY_ID, Scenario
 from omni_npu_phase.runtimes import UnsupportedRuntimeError, runtime_of
 
@@ -177,10 +178,19 @@ def test_the_model_is_given_back_after_an_error(released: type) -> None:
     assert mixin._phase_of(instance).plan is None
 
 
-def test_earlier_rows_keep_what_they_stored_before_an_error(mixed: type) -> None:
+def test_earlier_rows_keep_what_they_stored_before_an_error(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: dict[str, Any] = {}
+    unchanged = driver._Bench._unchanged_after_error
+
+    def noting(bench: Any, *rest: Any) -> bool:
+        stored.update(bench.runner.model_intermediate_buffer)
+        return unchanged(bench, *rest)
+
+    monkeypatch.setattr(driver._Bench, "_unchanged_after_error", noting)
     run = _run(mixed, "e5b-short")
     assert isinstance(run.error, ContractError)
     assert run.untouched_by_error
+    assert {request: MARK in info for request, info in stored.items()} == {"p": True, "a": False, "b": False}
 
 
 # MTP by itself, on a runner made without __init__.
@@ -285,10 +295,11 @@ def test_seeded_rows_run_alone_and_inputs_stay(bare: Any) -> None:
 def test_inputs_stay_when_a_seeded_call_fails(bare: Any) -> None:
     _seed(bare, r1=11, r2=22)
 
-    def failing(rows: int) -> Any:
-        raise RuntimeError("no codes today") if len(bare.talker_mtp.calls) > 1 else None
+    def second_call_fails(rows: int) -> None:
+        if len(bare.talker_mtp.calls) > 1:
+            raise RuntimeError("no codes today")
 
-    bare.talker_mtp = Mtp(lambda rows: failing(rows) if len(bare.talker_mtp.calls) > 1 else None)
+    bare.talker_mtp = Mtp(second_call_fails)
     before = mixin.mtp_inputs(bare)[1].clone()
     with pytest.raises(RuntimeError, match="no codes today"):
         bare._talker_mtp_forward(["r1", "r2"], torch.zeros(6, 4))
@@ -495,7 +506,6 @@ def test_a_row_without_a_span(mixed: type, monkeypatch: pytest.MonkeyPatch) -> N
         return output
 
     monkeypatch.setattr(driver, "_scheduler_output", forget)
-    monkeypatch.setattr(mixin._HooksMasked, "has_preprocess", False)
     run = _run(mixed, "adjacent-decodes")
     assert isinstance(run.error, ContractError)
     assert "expected a scheduled span, got none" in str(run.error)

@@ -133,7 +133,7 @@ def test_nothing_to_upload(device: torch.device, emulated: Any) -> None:
     assert counting.counts.h2d == 0
 
 
-# Mutants of the helper, and what catches each.
+# The faults that the helper avoids, each as torch_npu shows it; tests of whole steps catch them as mutants.
 
 
 def test_early_reuse_is_a_hazard(device: torch.device, emulated: Any) -> None:
