@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -372,6 +373,22 @@ def test_rows_without_codes_store_none_of_a_neighbour(bare: Any, resident: bool)
     bare._talker_mtp_forward(["r1", "r2"], torch.zeros(6, 4))
     stored = [bare.model_intermediate_buffer[request]["codes"]["audio"].tolist() for request in ("r1", "r2")]
     assert stored == [[[7]], []]
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array])
+def test_codes_that_are_no_tensor(bare: Any, make: Callable[[Any], Any]) -> None:
+    """As released, each request gets its slice of whatever MTP returned; here it is the request's own."""
+    codes = make([[1], [2]])
+    bare.talker_mtp = Mtp(lambda rows: codes)
+    bare.model.gpu_resident_buffer_keys = set()
+    bare.model.talker_mtp_validity_key = ("meta", "valid")
+    bare._talker_mtp_forward(["r1", "r2"], torch.zeros(6, 4))
+    if isinstance(codes, np.ndarray):
+        codes[:] = 9
+    for request, wanted in (("r1", 1), ("r2", 2)):
+        info = bare.model_intermediate_buffer[request]
+        assert [int(row[0]) for row in info["codes"]["audio"]] == [wanted]
+        assert bool(info["meta"]["valid"])
 
 
 def test_too_few_codes_in_strict_mode(bare: Any) -> None:

@@ -267,6 +267,27 @@ def test_the_released_runner_aliases(device: Any, emulated: Any) -> None:
     assert instance.model_intermediate_buffer["r3"]["codes"]["audio"].eq(0).all()
 
 
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "host"])
+def test_host_tensors_are_stored_beside_device_tensors(
+    resident: bool, runner: suite.RunnerClasses, device: Any, emulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes that MTP makes on the host, and a host tensor among a hook's updates, resident or not, as released."""
+    made = torch.arange(128).reshape(8, 16)
+    monkeypatch.setattr(Talker, "talker_mtp", lambda talker, ids, *rest, **_: (talker.hidden[: ids.shape[0]], made))
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "talker_updates",
+        lambda rows, _: [{"hidden_states": {"last": torch.ones(4)}, "x": made}] * 8,
+    )
+    counting, instance = count_step(runner.autoregressive, 8, "batched", "talker", resident, device, emulated)
+    info = instance.model_intermediate_buffer["r3"]
+    assert info["codes"]["audio"].tolist() == [list(range(48, 64))]
+    assert info["codes"]["audio"].data_ptr() != made[3:4].data_ptr()
+    assert info["hidden_states"]["last"].tolist() == [1.0] * 4
+    assert info["x"].data_ptr() == made.data_ptr()
+    assert counting.counts.d2h == 0
+
+
 def test_what_postprocess_stores_leaves_together(runner: suite.RunnerClasses, device: Any, emulated: Any) -> None:
     _, instance = count_step(runner.autoregressive, 8, "batched", "toy", True, device, emulated)
     instance.model.gpu_resident_buffer_keys = set()
