@@ -181,13 +181,13 @@ def test_the_model_is_given_back_after_an_error(released: type) -> None:
 
 def test_earlier_rows_keep_what_they_stored_before_an_error(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
     stored: dict[str, Any] = {}
-    unchanged = driver._Bench._unchanged_after_error
+    untouched = driver._Bench._untouched
 
     def noting(bench: Any, *rest: Any) -> bool:
         stored.update(bench.runner.model_intermediate_buffer)
-        return unchanged(bench, *rest)
+        return untouched(bench, *rest)
 
-    monkeypatch.setattr(driver._Bench, "_unchanged_after_error", noting)
+    monkeypatch.setattr(driver._Bench, "_untouched", noting)
     run = _run(mixed, "e5b-short")
     assert isinstance(run.error, ContractError)
     assert run.untouched_by_error
