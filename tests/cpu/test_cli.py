@@ -144,7 +144,7 @@ def test_a_runner_that_has_the_mixin(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_judged_is_no_success() -> None:
-    result = _run("verify", "--scenario", "seeds", "--mode", "released", "--tier", "required")
+    result = _run("verify", "--scenario", "no-hooks", "--mode", "released", "--tier", "extended")
     assert result.exit_code == 2
     assert "nothing was judged" in result.stderr
 
