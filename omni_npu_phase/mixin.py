@@ -100,7 +100,9 @@ class PhaseRoutingMixin:
         """
         phase = _phase_of(self)
         if phase.mode == "off":
-            super()._talker_mtp_forward(decode_req_ids, inputs_embeds, start_offsets)  # type: ignore[misc]
+            # 0.20 has no such parameter, and its callers give none.
+            given = () if start_offsets is None else (start_offsets,)
+            super()._talker_mtp_forward(decode_req_ids, inputs_embeds, *given)  # type: ignore[misc]
         elif decode_req_ids:
             rows = [self.input_batch.req_id_to_index[request_id] for request_id in decode_req_ids]
             if start_offsets is None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -95,14 +96,15 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
     """
     indices = {request: index + 1 for index, request in enumerate(scenario.requests)}
     record = Recording(scenario, variant, device.type, indices)
-    with _warnings_of_package(record.warnings), _single_stage(), torch.inference_mode():
+    with _warnings_of_package(record.warnings), _single_stage():
         try:
             bench = _Bench(cls, scenario, variant, device, indices)
         except Exception as error:
             raise DriverError(f"cannot set up {cls.__qualname__}: {type(error).__name__}: {error}") from error
         try:
-            for rows in scenario.steps:
-                bench.take_step(rows, record)
+            with torch.inference_mode():
+                for rows in scenario.steps:
+                    bench.take_step(rows, record)
         except Exception as error:  # noqa: BLE001 - whatever the runner under test raises is its result
             record.error = error
     return record
@@ -418,10 +420,21 @@ def _make_runner(
     runner.is_mm_embed_idx = 0
     runner.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
     runner.input_batch = _make_input_batch(device, max_requests, max_tokens, max_len)
-    runner._init_talker_mtp()
+    _init_talker_mtp(runner)
     if variant.mtp and setting.padded:
         runner.talker_mtp = _captured(model.talker_mtp)
     return runner
+
+
+def _init_talker_mtp(runner: Any) -> None:
+    """Let the runner make its MTP buffers. Before 0.22 it does so where it loads its model, which is here already."""
+    if hasattr(runner, "_init_talker_mtp"):
+        runner._init_talker_mtp()
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    with mock.patch.object(GPUModelRunner, "load_model"):
+        runner.load_model()
 
 
 def _configure_ascend(vllm_config: Any) -> None:
@@ -474,14 +487,22 @@ def _captured(function: Callable[..., Any]) -> Any:
     """
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import get_forward_context
-    from vllm_omni.platforms import current_omni_platform
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         replayed = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
         return function(*args, **({} if replayed else keywords))
 
-    wrapper: type = current_omni_platform.get_graph_wrapper_cls()
-    return object.__new__(type("CapturedStandIn", (wrapper,), {"__call__": call}))
+    return object.__new__(type("CapturedStandIn", (_graph_wrapper(),), {"__call__": call}))
+
+
+def _graph_wrapper() -> type:
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm_omni.platforms import current_omni_platform
+
+    # Before 0.22 platforms have none of their own, and runners take vLLM's.
+    of_platform = current_omni_platform.get_graph_wrapper_cls
+    wrapper: type = CUDAGraphWrapper if of_platform is None else of_platform()
+    return wrapper
 
 
 @contextlib.contextmanager

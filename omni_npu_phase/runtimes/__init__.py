@@ -1,24 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between vLLM-Omni releases. A runtime supplies names and values; it never decides.
 
-:func:`runtime_of` finds the runtime that a runner class belongs to by what the class offers, not by a version string.
+:func:`runtime_of` finds the runtime that a runner class belongs to by what its code offers, not by a version string.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
+from types import CodeType
 from typing import Any
 
-_MODULES = ("omni_npu_phase.runtimes.v0_30", "omni_npu_phase.runtimes.v0_24")
+logger = logging.getLogger(__name__)
+
+_NEWEST_FIRST = ("v0_30", "v0_28", "v0_26", "v0_24", "v0_22", "v0_20")
 
 
 class UnsupportedRuntimeError(RuntimeError):
-    """No known runtime matches a runner class; the message lists, per runtime, what is missing or different."""
+    """No known runtime matches a runner class; the message lists what is missing or different."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A function that is called, and how.
+
+    ``parameters`` are written as in a signature: those before ``"*"`` are given by position, in this order, those
+    after it by name. None where released code makes the call. ``names`` are attributes, keywords and keys that are
+    taken from the objects this function works on, so its code must name them.
+    """
+
+    parameters: tuple[str, ...] | None = None
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +46,12 @@ class Runtime:
     """Everything the mixin takes from one family of released runners."""
 
     name: str
-    methods: Mapping[str, tuple[str, ...]]
-    """Methods the released class must have, each with the parameters it is called with."""
+    release: str
+    """Major and minor version of the vLLM-Omni release that this was tested with."""
+    methods: Mapping[str, Taken]
+    """Methods of the released classes."""
+    functions: Mapping[str, Taken]
+    """Functions and classes of the installed packages, as ``module:name``."""
     preprocess_values: int
     """How many values the released ``_preprocess`` returns: token ids, embeddings, then what is passed through."""
     seed_key: str
@@ -46,35 +70,133 @@ class Runtime:
     """The context MTP runs in: (vLLM configuration, graph mode, batch descriptor)."""
 
     def mismatches(self, released: Sequence[type]) -> list[str]:
-        """What the classes lack or have otherwise, one line each; empty when they are of this runtime."""
-        return [line for name, wanted in self.methods.items() for line in _mismatch(released, name, wanted)]
+        """What the classes and the installed packages lack or have otherwise, one line each; empty when all is there.
+
+        ``released``: the classes of a runner in method resolution order.
+        """
+        return [
+            *(line for name, taken in self.methods.items() for line in _method_mismatches(released, name, taken)),
+            *(line for name, taken in self.functions.items() for line in _function_mismatches(name, taken)),
+        ]
 
 
-def _mismatch(released: Sequence[type], name: str, wanted: tuple[str, ...]) -> list[str]:
-    method = next((vars(cls)[name] for cls in released if name in vars(cls)), None)
-    if not callable(method):
-        return [f"no method {name}"]
-    parameters = inspect.signature(method).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return []
-    missing = [parameter for parameter in wanted if parameter not in parameters]
-    return [f"{name} takes no {', '.join(missing)}"] if missing else []
+def _method_mismatches(released: Sequence[type], name: str, taken: Taken) -> Iterator[str]:
+    definitions = [vars(cls)[name] for cls in released if name in vars(cls)]
+    if not definitions or not callable(definitions[0]):
+        yield f"no method {name}"
+        return
+    yield from _call_mismatches(name, list(inspect.signature(definitions[0]).parameters.values())[1:], taken)
+    named = names_in(released, name)
+    missing = [wanted for wanted in taken.names if wanted not in named]
+    if missing:
+        yield f"{name} names no {', '.join(missing)}"
+
+
+def _function_mismatches(name: str, taken: Taken) -> Iterator[str]:
+    label = name.replace(":", ".")
+    try:
+        function = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        yield f"no {label} ({error})"
+        return
+    if taken.parameters is None or isinstance(function, type):
+        return
+    # An unknown name of a platform is None, not missing.
+    if not callable(function):
+        yield f"no {label}"
+    else:
+        yield from _call_mismatches(label, list(inspect.signature(function).parameters.values()), taken)
+
+
+def _call_mismatches(name: str, parameters: Sequence[inspect.Parameter], taken: Taken) -> Iterator[str]:
+    """What stands against calling a function with these parameters (without ``self``) as it is taken."""
+    if taken.parameters is None:
+        return
+    kinds = {parameter.kind for parameter in parameters}
+    given = [wanted for wanted in taken.parameters if wanted != "*"]
+    by_place = taken.parameters.index("*") if "*" in taken.parameters else len(given)
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in _OPEN}
+    ordered = [parameter.name for parameter in parameters if parameter.kind in _PLACED]
+    open_place, open_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+    missing = [
+        wanted
+        for place, wanted in enumerate(given)
+        if wanted not in named and not (open_place if place < by_place else open_name)
+    ]
+    if missing:
+        yield f"{name} takes no {', '.join(missing)}"
+    elif any(found != wanted for found, wanted in zip(ordered, given[:by_place], strict=False)):
+        yield f"{name} takes ({', '.join(ordered)}) in another order than ({', '.join(given[:by_place])})"
+    further = [
+        parameter.name
+        for parameter in named.values()
+        if parameter.default is inspect.Parameter.empty and parameter.name not in given
+    ]
+    if further:
+        yield f"{name} also needs {', '.join(further)}"
+
+
+_PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def names_in(classes: Sequence[type], method: str) -> frozenset[str]:
+    """Every attribute, keyword, variable and string that a method's code names, in vLLM-Omni and in overrides of it."""
+    names: set[str] = set()
+    for cls in classes:
+        code = getattr(inspect.unwrap(vars(cls)[method]), "__code__", None) if method in vars(cls) else None
+        names.update(_names_of(code))
+        # An override from elsewhere may leave the work to vLLM-Omni's method; what that replaces is not run.
+        if code is not None and cls.__module__.partition(".")[0] == "vllm_omni":
+            break
+    return frozenset(names)
+
+
+def _names_of(constant: Any) -> Iterator[str]:
+    if isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, CodeType):
+        yield from (*constant.co_names, *constant.co_varnames)
+        yield from _names_of(constant.co_consts)
+    elif isinstance(constant, tuple):
+        for part in constant:
+            yield from _names_of(part)
+
+
+def known_runtimes() -> list[Runtime]:
+    """Every runtime, the newest release first."""
+    return [importlib.import_module(f"{__name__}.{module}").RUNTIME for module in _NEWEST_FIRST]
 
 
 @cache
 def runtime_of(released: tuple[type, ...]) -> Runtime:
     """The runtime of a released runner, given as the classes behind the mixin in method resolution order.
 
-    Raises :class:`UnsupportedRuntimeError`.
+    A release that was not tested but offers what a tested one does is accepted, and the log says so once. Raises
+    :class:`UnsupportedRuntimeError` with everything in which the runner differs from the runtime it is most like.
     """
-    refusals = []
-    for module in _MODULES:
-        runtime: Runtime = importlib.import_module(module).RUNTIME
-        mismatches = runtime.mismatches(released)
-        if not mismatches:
+    mismatches = {}
+    for runtime in known_runtimes():
+        mismatches[runtime.name] = runtime.mismatches(released)
+        if not mismatches[runtime.name]:
+            _say_untested(runtime)
             return runtime
-        refusals.append(f"{runtime.name}: {'; '.join(mismatches)}")
+    nearest = min(mismatches, key=lambda name: len(mismatches[name]))
     raise UnsupportedRuntimeError(
         f"{released[0].__module__}.{released[0].__qualname__} is no runner that omni-npu-phase knows. "
-        + " | ".join(refusals)
+        f"It is most like {nearest}, but: {'; '.join(mismatches[nearest])}. Known: {', '.join(mismatches)}."
     )
+
+
+def _say_untested(runtime: Runtime) -> None:
+    try:
+        installed = metadata.version("vllm-omni")
+    except metadata.PackageNotFoundError:
+        return
+    if re.findall(r"\d+", installed)[:2] != runtime.release.split("."):
+        logger.warning(
+            "vllm-omni %s is not among the releases this was tested with; its runner offers what that of %s does, "
+            "and is treated alike.",
+            installed,
+            runtime.name,
+        )

@@ -3,24 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from omni_npu_phase.runtimes.v0_28 import write_sampling
 from omni_npu_phase.runtimes.v1 import v1_runtime
 
-
-def _write_keywords(info: dict[str, Any], request_id: str, prompt_len: int, num_computed: int, state: Any) -> None:
-    sampling = getattr(state, "sampling_params", None)
-    info["request_id"] = request_id
-    info["duplex_token_offset"] = num_computed
-    info["duplex_prompt_len"] = prompt_len
-    info["_omni_max_tokens"] = getattr(sampling, "max_tokens", None)
-    info["_omni_seed"] = getattr(sampling, "seed", None)
-
-
 RUNTIME = v1_runtime(
-    "vLLM-Omni 0.30 (V1)",
-    # It came with 0.30.
-    marks={"_report_model_local_kv": ()},
+    "0.30",
     seed_key="tts_local_seed",
-    write_keywords=_write_keywords,
+    write_keywords=write_sampling,
+    # Its MTP step stores a validity mark beside the codes; releases before it know none.
+    mtp_names=("current_omni_platform", "talker_mtp_validity_key"),
 )

@@ -3,51 +3,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from omni_npu_phase.runtimes import Runtime
+from omni_npu_phase.runtimes import Runtime, Taken
 
-_METHODS = {
-    "_preprocess": ("scheduler_output", "num_input_tokens", "intermediate_tensors"),
-    "_talker_mtp_forward": ("decode_req_ids", "inputs_embeds", "start_offsets"),
-    "_update_intermediate_buffer": ("req_id", "upd"),
-    "_collect_additional_information_for_prefill": ("num_scheduled_tokens_np",),
-    "_maybe_attach_mimo_audio_req_infos": ("req_state", "req_infos", "req_id"),
-    "_determine_batch_execution_and_padding": (
-        "num_tokens",
-        "num_reqs",
-        "num_scheduled_tokens_np",
-        "max_num_scheduled_tokens",
-        "use_cascade_attn",
-    ),
-}
 _PREPROCESS_VALUES = 6
+_EAGER = "vllm.config:CUDAGraphMode.NONE"
+
+
+def write_request_id(info: dict[str, Any], request_id: str, prompt_len: int, num_computed: int, state: Any) -> None:
+    """The one further hook keyword of releases up to 0.24."""
+    info["request_id"] = request_id
 
 
 def v1_runtime(
-    name: str,
+    release: str,
     *,
-    marks: Mapping[str, tuple[str, ...]],
     seed_key: str,
     write_keywords: Callable[[dict[str, Any], str, int, int, Any], None],
+    mtp_parameters: tuple[str, ...] = ("decode_req_ids", "inputs_embeds", "start_offsets"),
+    mtp_names: tuple[str, ...] = ("current_omni_platform",),
+    graph_wrapper: str = "vllm_omni.platforms:current_omni_platform.get_graph_wrapper_cls",
+    forward_context: str = "vllm_omni.platforms:current_omni_platform.set_forward_context",
 ) -> Runtime:
-    """A release's runtime; ``marks`` are methods that are not called but tell it from other releases."""
+    """A release's runtime.
+
+    ``mtp_names``: what its MTP step names beside what that of all releases does. ``graph_wrapper``: where the class of
+    captured MTP graphs is, or a function that gives it, and ``forward_context`` where the function is that gives MTP
+    its context; both as ``module:name``.
+    """
+    keywords: dict[str, Any] = {}
+    write_keywords(keywords, "", 0, 0, None)
+    methods = {
+        "_preprocess": Taken(
+            ("scheduler_output", "num_input_tokens", "intermediate_tensors"),
+            names=(
+                *("input_batch", "req_ids", "requests", "query_start_loc", "num_scheduled_tokens"),
+                *("model", "has_preprocess", "preprocess", "input_embeds", "model_intermediate_buffer"),
+                *("input_ids", "inputs_embeds", "has_talker_mtp", "mtp_inputs"),
+                *keywords,
+            ),
+        ),
+        "_talker_mtp_forward": Taken(
+            mtp_parameters,
+            names=(
+                *("talker_mtp", "talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step"),
+                *("requests", "vllm_config", "sampling_params", "extra_args", "subtalker_sampling_params", "generator"),
+                *("talker_mtp_output_key", seed_key, *mtp_names),
+            ),
+        ),
+        "_update_intermediate_buffer": Taken(
+            ("req_id", "upd"), names=("requests", "model_intermediate_buffer", "additional_information_cpu")
+        ),
+        "_collect_additional_information_for_prefill": Taken(
+            ("num_scheduled_tokens_np",),
+            names=("requests", "prompt_embeds_cpu", "num_computed_tokens_cpu", "prompt_token_ids", "inputs_embeds"),
+        ),
+        "_maybe_attach_mimo_audio_req_infos": Taken(("req_state", "req_infos", "req_id")),
+        "_determine_batch_execution_and_padding": Taken(
+            (
+                "*",
+                "num_tokens",
+                "num_reqs",
+                "num_scheduled_tokens_np",
+                "max_num_scheduled_tokens",
+                "use_cascade_attn",
+            )
+        ),
+        "_process_additional_information_updates": Taken(),
+    }
+    functions = {
+        graph_wrapper: Taken(()),
+        forward_context: Taken(("attn_metadata", "vllm_config", "*", "cudagraph_runtime_mode", "batch_descriptor")),
+        _EAGER: Taken(),
+    }
+
+    def is_graph(runner: Any) -> bool:
+        wrapper = _found(graph_wrapper)
+        return isinstance(runner.talker_mtp, wrapper if isinstance(wrapper, type) else wrapper())
+
+    def context(vllm_config: Any, mode: Any, descriptor: Any) -> AbstractContextManager[Any]:
+        entered: AbstractContextManager[Any] = _found(forward_context)(
+            None, vllm_config, cudagraph_runtime_mode=mode, batch_descriptor=descriptor
+        )
+        return entered
+
     return Runtime(
-        name=name,
-        methods={**_METHODS, **marks},
+        name=f"vLLM-Omni {release} (V1)",
+        release=release,
+        methods=methods,
+        functions=functions,
         preprocess_values=_PREPROCESS_VALUES,
         seed_key=seed_key,
         write_keywords=write_keywords,
         attach_infos=_attach_infos,
         mtp_graph=_mtp_graph,
-        is_graph=_is_graph,
-        eager=_eager,
-        forward_context=_forward_context,
+        is_graph=is_graph,
+        eager=lambda: _found(_EAGER),
+        forward_context=context,
     )
+
+
+# Asked for in every step, and the same for as long as the process lives.
+_found = cache(pkgutil.resolve_name)
 
 
 def _attach_infos(runner: Any, request_id: str, info: dict[str, Any]) -> dict[str, Any]:
@@ -66,24 +130,3 @@ def _mtp_graph(runner: Any, rows: int) -> tuple[Any, Any, int]:
         use_cascade_attn=False,
     )
     return mode, descriptor, getattr(descriptor, "num_tokens", rows)
-
-
-def _is_graph(runner: Any) -> bool:
-    from vllm_omni.platforms import current_omni_platform
-
-    return isinstance(runner.talker_mtp, current_omni_platform.get_graph_wrapper_cls())
-
-
-def _eager() -> Any:
-    from vllm.config import CUDAGraphMode
-
-    return CUDAGraphMode.NONE
-
-
-def _forward_context(vllm_config: Any, mode: Any, descriptor: Any) -> AbstractContextManager[Any]:
-    from vllm_omni.platforms import current_omni_platform
-
-    context: AbstractContextManager[Any] = current_omni_platform.set_forward_context(
-        None, vllm_config, cudagraph_runtime_mode=mode, batch_descriptor=descriptor
-    )
-    return context
