@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "ci" / "pins"
 # A venv under the same name that lacks this file was made by somebody else.
 STAMP = "omni-npu-phase.json"
+OVERLAY_STAMP = "omni-npu-phase.sha256"
 LOG = "setup.log"
 
 PYTHON_VERSION = "3.11"
@@ -47,7 +48,9 @@ Where it goes and what goes in:
                        fixed.  torchvision, torchaudio and torchcodec are left out:
                        beside a CPU torch they fail on import.
   ci/pins/tools.txt    what tests, checks and builds need.
-  ci/pins/npu.txt      torch_npu, in a folder of its own, for the emulated device.
+  ci/pins/overlays/    what is laid over it where a script asks for it, each in a folder of
+                       its own: torch_npu for the emulated device (made at once), other
+                       vLLM-Omni releases and vLLM-Ascend (made on first use, 0.5 GB each).
   this checkout        editable, so that a change needs no reinstall.
 
 Change a pin file and the next run makes the environment anew; change
@@ -100,51 +103,33 @@ def location() -> Path:
     return Path(chosen).absolute() if chosen else ROOT / ".venv"
 
 
-def npu_overlay(venv: Path | None = None) -> Path:
-    """Return the folder to put first on PYTHONPATH for torch_npu; it is not on the environment's own path."""
-    return (venv or location()) / "overlays" / "torch-npu"
+def overlay(name: str) -> Path:
+    """Return the folder of packages that goes before the environment's own on PYTHONPATH, making it first if need be.
 
-
-def emulated_variables(*overlays: Path) -> dict[str, str]:
-    """Return the variables of a process that uses the emulated Ascend device, with further overlays before it."""
-    folders = [*map(str, overlays), str(npu_overlay()), str(ROOT), os.environ.get("PYTHONPATH")]
-    path = os.pathsep.join(filter(None, folders))
-    return {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": "0"}
-
-
-def ascend_overlay() -> Path:
-    """Return the folder with vLLM-Omni 0.24 and its real vLLM-Ascend, making it first if need be.
-
-    Exits with status 2 and an explanation when it cannot be made.
+    ``name`` is that of a file in ci/pins/overlays. Exits with status 2 and an explanation when it cannot be made.
     """
     ensure()
     venv = location()
-    folder = venv / "overlays" / "ascend-0.24"
-    done = folder / "complete"
-    if done.exists():
-        return folder
-    packages = [line for line in (PINS / "ascend-0.24.txt").read_text().splitlines() if "==" in line]
-    ascend = [line for line in packages if line.startswith("vllm-ascend")]
-    try:
-        with _lock(venv):
-            if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)
-                target = ["--no-deps", "--target", str(folder)]
-                others = [line for line in packages if line not in ascend]
-                _pip(venv, "1/2 vLLM-Omni 0.24 and its vLLM", [*target, *others])
-                # Pure Python: the kernels need a compiler for NPUs.
-                settings = {
-                    "COMPILE_CUSTOM_KERNELS": "0",
-                    "SOC_VERSION": "ascend910b1",
-                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-                    "PATH": os.pathsep.join([str(venv / "bin"), os.environ.get("PATH", "")]),
-                }
-                _pip(venv, "2/2 vLLM-Ascend from source", [*target, "--no-build-isolation", *ascend], settings)
-                done.touch()
-    except PreparationError as problem:
-        _say(f"failed: {problem}")
-        sys.exit(2)
-    return folder
+    if not _overlay_is_ready(venv, name):
+        try:
+            with _lock(venv):
+                _make_overlay(venv, name, f"overlay {name}")
+        except PreparationError as problem:
+            _say(f"failed: {problem}")
+            sys.exit(2)
+    return _overlay_folder(venv, name)
+
+
+def variables(*overlays: str) -> dict[str, str]:
+    """Return the variables of a process in which these overlays lie over the environment, the first one uppermost."""
+    folders = [*(str(overlay(name)) for name in overlays), str(ROOT), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+def emulated_variables(*overlays: str) -> dict[str, str]:
+    """Return the variables of a process that uses the emulated Ascend device, with further overlays over it."""
+    settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": "0"}
+    return {**variables(*overlays, "torch-npu"), **settings}
 
 
 def _prepare(venv: Path) -> None:
@@ -183,11 +168,25 @@ def _make(venv: Path) -> None:
         "4/6 vLLM, vLLM-Omni and tools",
         ["--no-deps", "-r", _pin_file("stack"), "-r", _pin_file("tools")],
     )
-    _pip(
-        venv,
-        "5/6 torch_npu for the emulated device",
-        ["--no-deps", "--target", str(npu_overlay(venv)), "-r", _pin_file("npu")],
-    )
+    # With torch_npu on the environment's own path and no CANN, importing torch fails.
+    _make_overlay(venv, "torch-npu", "5/6 torch_npu for the emulated device")
+
+
+def _make_overlay(venv: Path, name: str, title: str) -> None:
+    if _overlay_is_ready(venv, name):
+        return
+    folder = _overlay_folder(venv, name)
+    shutil.rmtree(folder, ignore_errors=True)
+    # vLLM-Ascend comes as source, and is built as pure Python: its kernels need a compiler for NPUs.
+    settings = {
+        "COMPILE_CUSTOM_KERNELS": "0",
+        "SOC_VERSION": "ascend910b1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "PATH": os.pathsep.join([str(venv / "bin"), os.environ.get("PATH", "")]),
+    }
+    options = ["--no-deps", "--no-build-isolation", "--target", str(folder)]
+    _pip(venv, title, [*options, "-r", str(_overlay_pins(name))], settings)
+    (folder / OVERLAY_STAMP).write_text(_overlay_key(name))
 
 
 def _install_checkout(venv: Path) -> None:
@@ -198,6 +197,25 @@ def _install_checkout(venv: Path) -> None:
 
 
 # What is there already
+
+
+def _overlay_folder(venv: Path, name: str) -> Path:
+    return venv / "overlays" / name
+
+
+def _overlay_pins(name: str) -> Path:
+    return PINS / "overlays" / f"{name}.txt"
+
+
+def _overlay_key(name: str) -> str:
+    return _digest([_overlay_pins(name).read_bytes()])
+
+
+def _overlay_is_ready(venv: Path, name: str) -> bool:
+    try:
+        return (_overlay_folder(venv, name) / OVERLAY_STAMP).read_text() == _overlay_key(name)
+    except OSError:
+        return False
 
 
 def _pins_match(venv: Path) -> bool:

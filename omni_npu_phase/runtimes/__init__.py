@@ -56,8 +56,10 @@ class Runtime:
     """How many values the released ``_preprocess`` returns: token ids, embeddings, then what is passed through."""
     seed_key: str
     """Name of a request's own MTP seed in its sampling parameters' ``extra_args`` (T8)."""
+    keywords: tuple[str, ...]
+    """What hooks are told beside the three fields."""
     write_keywords: Callable[[dict[str, Any], str, int, int, Any], None]
-    """Write the release's further hook keywords into a live buffer: (info, request id, P, C, request state)."""
+    """Write ``keywords`` into a live buffer: (info, request id, P, C, request state)."""
     attach_infos: Callable[[Any, str, dict[str, Any]], dict[str, Any]]
     """What a hook gets: the live buffer, or the release's copy with more in it. (runner, request id, info)"""
     mtp_graph: Callable[[Any, int], tuple[Any, Any, int]]

@@ -101,6 +101,7 @@ def v1_runtime(
         functions=functions,
         preprocess_values=_PREPROCESS_VALUES,
         seed_key=seed_key,
+        keywords=tuple(keywords),
         write_keywords=write_keywords,
         attach_infos=_attach_infos,
         mtp_graph=_mtp_graph,
