@@ -61,10 +61,12 @@ class PhaseRoutingMixin:
         if not phase.active:
             return released(scheduler_output, num_input_tokens, intermediate_tensors)
 
+        # An unknown runner is refused before anything of the step has happened.
+        runtime = phase.runtime
         plan = _plan(self, scheduler_output, num_input_tokens)
         with _hooks_masked(self, phase, plan):
             outputs = released(scheduler_output, num_input_tokens, intermediate_tensors)
-            ids, embeds, *passed_through = _expect(outputs, phase.runtime)
+            ids, embeds, *passed_through = _expect(outputs, runtime)
             if embeds is None:
                 embeds = device_side(self.inputs_embeds)[:num_input_tokens]
                 self._collect_additional_information_for_prefill(plan.spans)
