@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why released runners fail clauses: for each, the line of ``gpu_model_runner.py`` that explains it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path("vllm_omni/worker/gpu_model_runner.py")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why ``clauses`` fail in releases from ``first`` to ``last``; the line is the first of ``method`` with ``mark``."""
+
+    clauses: tuple[str, ...]
+    first: str
+    last: str
+    method: str
+    mark: str
+    text: str
+
+    def explains(self, clause: str, release: str) -> bool:
+        return clause in self.clauses and _number(self.first) <= _number(release) <= _number(self.last)
+
+    def line(self, source: str) -> int | None:
+        """The line's number in a release's source, counted from 1."""
+        lines = source.splitlines()
+        start = next((n for n, line in enumerate(lines) if re.match(rf"\s+def {self.method}\(", line)), len(lines))
+        return next((n + 1 for n in range(start, len(lines)) if re.search(self.mark, lines[n])), None)
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def reasons(clause: str, release: str) -> Iterator[Reason]:
+    return (reason for reason in REASONS if reason.explains(clause, release))
+
+
+REASONS = (
+    Reason(
+        ("M1", "M2", "M3", "M4", "M5", "M6", "M8", "M9"),
+        "0.20",
+        "0.20",
+        "_preprocess",
+        r'\["request_id"\]',
+        "the request id is all it tells a hook; the three fields do not exist, and what the state holds under their "
+        "names passes for them",
+    ),
+    Reason(
+        ("M10", "R4", "R5"),
+        "0.20",
+        "0.20",
+        "_preprocess",
+        r"self\.model\.preprocess\(",
+        "every row goes here; neither `preprocess_batch` nor `preprocess_decode_batch` is ever called",
+    ),
+    Reason(
+        ("R6", "R9", "T1", "T2", "T3", "T7"),
+        "0.20",
+        "0.20",
+        "_preprocess",
+        "span_len == 1",
+        "every one-token row goes to MTP, a prefill tail and a one-token prompt too, and MTP overwrites its embedding",
+    ),
+    Reason(
+        ("M9",),
+        "0.22",
+        "0.30",
+        "_update_intermediate_buffer",
+        r"in upd\.items\(\)",
+        "stores whatever a hook returns into the live buffer, the three fields too, where the forward pass reads them",
+    ),
+    Reason(
+        ("R4",),
+        "0.22",
+        "0.28",
+        "_preprocess",
+        r"callable\(batch_decode_preprocess\) and self\.has_talker_mtp",
+        "without MTP the batched hook is never called",
+    ),
+    Reason(
+        ("R7",),
+        "0.22",
+        "0.30",
+        "_preprocess",
+        r"(input_ids\.index_copy_\(|index_copy_\(0, offsets_t, req_input_ids)",
+        "copies the batched hook's token ids without asking whether they are the object it was given",
+    ),
+    Reason(
+        ("R10",),
+        "0.20",
+        "0.24",
+        "_preprocess",
+        r"input_ids=input_ids\[s:e\]",
+        "`input_ids` is None where the multimodal path selected embeddings",
+    ),
+    Reason(
+        ("T8",),
+        "0.20",
+        "0.20",
+        "_talker_mtp_forward",
+        r"first_req_id = decode_req_ids\[0\]",
+        "the first request's seed serves every row of the batch",
+    ),
+    Reason(
+        ("T8",),
+        "0.22",
+        "0.30",
+        "_talker_mtp_forward",
+        r"num_tokens_padded = batch_desc\.num_tokens",
+        "a captured MTP is replayed whether or not a row has its own generator, and a replay ignores keywords",
+    ),
+    Reason(
+        ("T1", "T10"),
+        "0.22",
+        "0.22",
+        "_talker_mtp_forward",
+        r"self\._talker_mtp_forward\(\[req_id\]",
+        "seeded rows replay the padded graph one by one, and the codes of all are views of the one output",
+    ),
+    Reason(
+        ("T9",),
+        "0.20",
+        "0.30",
+        "_store_value",
+        "is_cuda",
+        "only CUDA tensors are copied to the host; on CPU and NPU the stored tensor is the device's own",
+    ),
+    Reason(
+        ("T11",),
+        "0.20",
+        "0.22",
+        "_talker_mtp_forward",
+        r"code_predictor_codes\[idx",
+        "slices the codes without asking whether there are any",
+    ),
+    Reason(
+        ("E1",),
+        "0.20",
+        "0.30",
+        "_collect_additional_information_for_prefill",
+        r"len\(req_state\.prompt_token_ids\)",
+        "takes the length of token ids that are None",
+    ),
+    Reason(
+        ("E4",),
+        "0.20",
+        "0.30",
+        "_preprocess",
+        r"start_offset = int\(self\.query_start_loc",
+        "takes spans and lengths as they come; nothing is checked before the first hook",
+    ),
+    Reason(
+        ("E5", "E8"),
+        "0.20",
+        "0.30",
+        "_preprocess",
+        r"seg_len = min\(span_len",
+        "cuts or leaves rows without a word; the copy that follows fails where source and target overlap",
+    ),
+    Reason(
+        ("E5b",),
+        "0.20",
+        "0.20",
+        "_preprocess",
+        r"self\.model\.preprocess\(",
+        "there is no batched hook, and so nothing to refuse",
+    ),
+    Reason(
+        ("E5b",),
+        "0.22",
+        "0.30",
+        "_preprocess",
+        r"= batch_decode_preprocess\(",
+        "unpacks what the hook returns and writes it as it comes; only torch's own errors stop it, half way",
+    ),
+    Reason(
+        ("E6",),
+        "0.20",
+        "0.30",
+        "_preprocess",
+        r"update_dict\.pop\(",
+        "takes `mtp_inputs` out of an eligible row's updates only; those of other rows are stored",
+    ),
+    Reason(
+        ("E7",),
+        "0.20",
+        "0.30",
+        "_preprocess",
+        r"update_dict\.pop\(",
+        "an eligible row without `mtp_inputs` is a KeyError",
+    ),
+)
