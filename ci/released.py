@@ -13,7 +13,7 @@ SOURCE = Path("vllm_omni/worker/gpu_model_runner.py")
 
 @dataclass(frozen=True)
 class Reason:
-    """Why ``clauses`` fail in releases from ``first`` to ``last``; the line is the first of ``method`` with ``mark``."""
+    """Why ``clauses`` fail in releases from ``first`` to ``last``: the first line of ``method`` that has ``mark``."""
 
     clauses: tuple[str, ...]
     first: str
@@ -42,7 +42,7 @@ def reasons(clause: str, release: str) -> Iterator[Reason]:
 
 REASONS = (
     Reason(
-        ("M1", "M2", "M3", "M4", "M5", "M6", "M8", "M9"),
+        ("M1", "M2", "M3", "M4", "M5", "M6", "M8", "M9", "E3"),
         "0.20",
         "0.20",
         "_preprocess",
@@ -51,7 +51,7 @@ REASONS = (
         "names passes for them",
     ),
     Reason(
-        ("M10", "R4", "R5"),
+        ("M10", "R3", "R4", "R5"),
         "0.20",
         "0.20",
         "_preprocess",
@@ -125,6 +125,14 @@ REASONS = (
     Reason(
         ("T9",),
         "0.20",
+        "0.20",
+        "_store_value",
+        r"to\(.cpu.\)",
+        "a tensor that is on the host already is not copied by this; results of other devices are",
+    ),
+    Reason(
+        ("T9",),
+        "0.22",
         "0.30",
         "_store_value",
         "is_cuda",
