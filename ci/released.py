@@ -115,14 +115,6 @@ REASONS = (
         "a captured MTP is replayed whether or not a row has its own generator, and a replay ignores keywords",
     ),
     Reason(
-        ("T1", "T10"),
-        "0.22",
-        "0.22",
-        "_talker_mtp_forward",
-        r"self\._talker_mtp_forward\(\[req_id\]",
-        "seeded rows replay the padded graph one by one, and the codes of all are views of the one output",
-    ),
-    Reason(
         ("T9",),
         "0.20",
         "0.20",
