@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why released runners fail clauses: for each, the line of ``gpu_model_runner.py`` that explains it."""
+"""Why released runners fail clauses: for each, the line of their source that explains it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path("vllm_omni/worker/gpu_model_runner.py")
+GPU = "vllm_omni/worker/gpu_model_runner.py"
+NPU = "vllm_omni/platforms/npu/worker/npu_model_runner.py"
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,16 @@ class Reason:
     method: str
     mark: str
     text: str
+    runners: tuple[str, ...] = ("gpu-v1", "npu-v1")
+    source: str = GPU
 
-    def explains(self, clause: str, release: str) -> bool:
-        return clause in self.clauses and _number(self.first) <= _number(release) <= _number(self.last)
+    def explains(self, clause: str, release: str, runner: str) -> bool:
+        within = _number(self.first) <= _number(release) <= _number(self.last)
+        return within and clause in self.clauses and runner in self.runners
 
-    def line(self, source: str) -> int | None:
-        """The line's number in a release's source, counted from 1."""
-        lines = source.splitlines()
+    def line(self, packages: Path) -> int | None:
+        """The line's number, counted from 1, in the release that lies in the folder ``packages``."""
+        lines = (packages / self.source).read_text(encoding="utf-8").splitlines()
         start = next((n for n, line in enumerate(lines) if re.match(rf"\s+def {self.method}\(", line)), len(lines))
         return next((n + 1 for n in range(start, len(lines)) if re.search(self.mark, lines[n])), None)
 
@@ -36,8 +40,8 @@ def _number(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
 
 
-def reasons(clause: str, release: str) -> Iterator[Reason]:
-    return (reason for reason in REASONS if reason.explains(clause, release))
+def reasons(clause: str, release: str, runner: str) -> Iterator[Reason]:
+    return (reason for reason in REASONS if reason.explains(clause, release, runner))
 
 
 REASONS = (
@@ -105,6 +109,7 @@ REASONS = (
         "_talker_mtp_forward",
         r"first_req_id = decode_req_ids\[0\]",
         "the first request's seed serves every row of the batch",
+        runners=("gpu-v1",),
     ),
     Reason(
         ("T8",),
@@ -133,10 +138,39 @@ REASONS = (
     Reason(
         ("T11",),
         "0.20",
+        "0.20",
+        "_talker_mtp_forward",
+        r"code_predictor_codes\[idx",
+        "slices the codes without asking whether there are any",
+        runners=("gpu-v1",),
+    ),
+    Reason(
+        ("T11",),
+        "0.22",
         "0.22",
         "_talker_mtp_forward",
         r"code_predictor_codes\[idx",
         "slices the codes without asking whether there are any",
+    ),
+    Reason(
+        ("T8",),
+        "0.20",
+        "0.20",
+        "_talker_mtp_forward",
+        r"decode_req_ids\[0\]",
+        "the first request's general seed serves every row of the batch; its MTP seed is never read",
+        runners=("npu-v1",),
+        source=NPU,
+    ),
+    Reason(
+        ("T11",),
+        "0.20",
+        "0.20",
+        "_talker_mtp_forward",
+        r"code_predictor_codes\.detach",
+        "copies the codes without asking whether there are any",
+        runners=("npu-v1",),
+        source=NPU,
     ),
     Reason(
         ("E1",),

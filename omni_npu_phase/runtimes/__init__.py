@@ -21,7 +21,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_NEWEST_FIRST = ("v0_30", "v0_28", "v0_26", "v0_24", "v0_22", "v0_20")
+_NEWEST_FIRST = ("v0_30", "v0_28", "v0_26", "v0_24", "v0_22", "v0_20", "v0_20_npu")
 
 
 class UnsupportedRuntimeError(RuntimeError):

@@ -29,14 +29,18 @@ def v1_runtime(
     write_keywords: Callable[[dict[str, Any], str, int, int, Any], None],
     mtp_parameters: tuple[str, ...] = ("decode_req_ids", "inputs_embeds", "start_offsets"),
     mtp_names: tuple[str, ...] = ("current_omni_platform",),
+    mtp_seeds: bool = True,
     graph_wrapper: str = "vllm_omni.platforms:current_omni_platform.get_graph_wrapper_cls",
     forward_context: str = "vllm_omni.platforms:current_omni_platform.set_forward_context",
+    mode_keyword: str = "cudagraph_runtime_mode",
+    runner: str = "V1",
 ) -> Runtime:
     """A release's runtime.
 
-    ``mtp_names``: what its MTP step names beside what that of all releases does. ``graph_wrapper``: where the class of
-    captured MTP graphs is, or a function that gives it, and ``forward_context`` where the function is that gives MTP
-    its context; both as ``module:name``.
+    ``mtp_names``: what its MTP step names beside what that of all releases does. ``mtp_seeds``: whether it draws from
+    requests' own generators. ``graph_wrapper``: where the class of captured MTP graphs is, or a function that gives it,
+    and ``forward_context`` where the function is that gives MTP its context; both as ``module:name``. ``mode_keyword``:
+    how that function calls the graph mode.
     """
     keywords: dict[str, Any] = {}
     write_keywords(keywords, "", 0, 0, None)
@@ -54,8 +58,9 @@ def v1_runtime(
             mtp_parameters,
             names=(
                 *("talker_mtp", "talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step"),
-                *("requests", "vllm_config", "sampling_params", "extra_args", "subtalker_sampling_params", "generator"),
-                *("talker_mtp_output_key", seed_key, *mtp_names),
+                *("requests", "vllm_config", "sampling_params", "subtalker_sampling_params", "talker_mtp_output_key"),
+                *(("extra_args", "generator", seed_key) if mtp_seeds else ()),
+                *mtp_names,
             ),
         ),
         "_update_intermediate_buffer": Taken(
@@ -80,7 +85,7 @@ def v1_runtime(
     }
     functions = {
         graph_wrapper: Taken(()),
-        forward_context: Taken(("attn_metadata", "vllm_config", "*", "cudagraph_runtime_mode", "batch_descriptor")),
+        forward_context: Taken(("attn_metadata", "vllm_config", "*", mode_keyword, "batch_descriptor")),
         _EAGER: Taken(),
     }
 
@@ -90,12 +95,12 @@ def v1_runtime(
 
     def context(vllm_config: Any, mode: Any, descriptor: Any) -> AbstractContextManager[Any]:
         entered: AbstractContextManager[Any] = _found(forward_context)(
-            None, vllm_config, cudagraph_runtime_mode=mode, batch_descriptor=descriptor
+            None, vllm_config, batch_descriptor=descriptor, **{mode_keyword: mode}
         )
         return entered
 
     return Runtime(
-        name=f"vLLM-Omni {release} (V1)",
+        name=f"vLLM-Omni {release} ({runner})",
         release=release,
         methods=methods,
         functions=functions,
