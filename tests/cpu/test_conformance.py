@@ -236,3 +236,18 @@ def test_xfail_files() -> None:
     for text, advice in (("M99: x", "no clause"), ("M9:", "no reason"), ("M9", "no reason"), ("M9: a\nM9: b", "twice")):
         with pytest.raises(ValueError, match=advice):
             reports.parse_xfails(text)
+
+
+def test_released_runners_are_asked_only_what_their_release_knows(released: type) -> None:
+    def _talker_mtp_forward(self: object, decode_req_ids: list[str], inputs_embeds: object) -> None:
+        """0.20's knows neither infos nor marks nor a generator for each row."""
+
+    older = type("Older", (released,), {"__module__": "vllm_omni.older", "_talker_mtp_forward": _talker_mtp_forward})
+    asked = {name: BY_ID[name].behaviour for name in ("resident-codes", "request-ids", "seeded-rows")}
+    known = {name: suite._asked_for(BY_ID[name], older).behaviour for name in asked}
+    assert all(suite._asked_for(BY_ID[name], released).behaviour == asked[name] for name in asked)
+    assert asked["resident-codes"].validity
+    assert not known["resident-codes"].validity
+    assert asked["request-ids"].takes_infos
+    assert not known["request-ids"].takes_infos
+    assert (asked["seeded-rows"].seeds, known["seeded-rows"].seeds) == ("per_row", "one_stream")
