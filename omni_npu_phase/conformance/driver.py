@@ -26,7 +26,6 @@ from omni_npu_phase.conformance import model as recording
 from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
 from omni_npu_phase.conformance.scenarios import Hook, Row, Scenario, Step
 from omni_npu_phase.contract import FIELDS
-from omni_npu_phase.mixin import released_classes
 from omni_npu_phase.mtp import device_side, mtp_inputs
 
 UNTOUCHED = 100.0
@@ -423,7 +422,7 @@ def _make_runner(
     runner.input_batch = _make_input_batch(device, max_requests, max_tokens, max_len)
     _init_talker_mtp(runner)
     if variant.mtp and setting.padded:
-        runner.talker_mtp = _captured(runner, model.talker_mtp)
+        runner.talker_mtp = _captured(model.talker_mtp)
     return runner
 
 
@@ -480,7 +479,7 @@ class _Dispatcher:
         return CUDAGraphMode.NONE, BatchDescriptor(num_tokens)
 
 
-def _captured(runner: Any, function: Callable[..., Any]) -> Any:
+def _captured(function: Callable[..., Any]) -> Any:
     """Stand-in for a captured MTP graph: an instance of this platform's graph wrapper class that captures nothing.
 
     In full-graph mode it replays, so the keywords of a call are those of the capture, as on a device; in any other mode
@@ -493,16 +492,17 @@ def _captured(runner: Any, function: Callable[..., Any]) -> Any:
         replayed = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
         return function(*args, **({} if replayed else keywords))
 
-    return object.__new__(type("CapturedStandIn", (_graph_wrapper(runner),), {"__call__": call}))
+    return object.__new__(type("CapturedStandIn", (_graph_wrapper(),), {"__call__": call}))
 
 
-def _graph_wrapper(runner: Any) -> type:
+def _graph_wrapper() -> type:
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
     from vllm_omni.platforms import current_omni_platform
 
-    # Before 0.22 platforms have none of their own, and each runner's module names its own.
+    # Before 0.22 platforms have none of their own, and the module of the runners names it.
     of_platform = current_omni_platform.get_graph_wrapper_cls
-    known = getattr(released_classes(type(runner))[0], "_talker_mtp_forward").__globals__  # noqa: B009
-    wrapper: type = of_platform() if of_platform else known.get("ACLGraphWrapper") or known["CUDAGraphWrapper"]
+    npu = sys.modules.get("vllm_omni.platforms.npu.worker.npu_model_runner")
+    wrapper: type = of_platform() if of_platform else npu.ACLGraphWrapper if npu else CUDAGraphWrapper
     return wrapper
 
 
