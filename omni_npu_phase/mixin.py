@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
 
@@ -17,11 +16,9 @@ from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.mtp import TalkerMtp, device_side, mtp_inputs
 from omni_npu_phase.plan import Run, StepPlan, plan_step
-from omni_npu_phase.results import Call, Deviations, Mode
+from omni_npu_phase.results import Call, Deviations, Mode, chosen_mode
 from omni_npu_phase.runtimes import Runtime, UnsupportedRuntimeError, runtime_of
 from omni_npu_phase.state import StateWrites, live_info
-
-MODE_VARIABLE = "OMNI_NPU_PHASE"
 
 
 class PhaseRoutingMixin:
@@ -52,7 +49,7 @@ class PhaseRoutingMixin:
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         # A wrong mode is refused when the class is made, not in a serving engine's first step.
-        _mode(cls.phase_mode)
+        chosen_mode(cls.phase_mode)
 
     def _preprocess(self, scheduler_output: Any, num_input_tokens: int, intermediate_tensors: Any = None) -> Any:
         """One step up to the model forward; arguments and return values are the released runner's."""
@@ -188,17 +185,10 @@ def _device_of(runner: Any) -> torch.device:
     return torch.device(runner.device)
 
 
-def _mode(chosen: str | None) -> Mode:
-    mode = (chosen or os.environ.get(MODE_VARIABLE) or "on").lower()
-    if mode not in get_args(Mode):
-        raise ValueError(f"phase_mode and {MODE_VARIABLE} take off, on or strict, not {mode!r}")
-    return cast(Mode, mode)
-
-
 def _phase_of(runner: Any) -> _Phase:
     phase: _Phase | None = runner.__dict__.get("_omni_npu_phase")
     if phase is None:
-        mode = _mode(runner.phase_mode)
+        mode = chosen_mode(runner.phase_mode)
         phase = runner.__dict__["_omni_npu_phase"] = _Phase(runner, mode, Deviations(mode))
     return phase
 

@@ -7,15 +7,25 @@ Works on anything with a tensor's shape, dtype and device; imports no framework.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from omni_npu_phase.contract import MTP_INPUTS, ContractError
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["off", "on", "strict"]
+MODE_VARIABLE = "OMNI_NPU_PHASE"
+
+
+def chosen_mode(own: str | None = None) -> Mode:
+    """``own``, or what the environment variable OMNI_NPU_PHASE says, or ``on``. Raises ValueError for other values."""
+    mode = (own or os.environ.get(MODE_VARIABLE) or "on").lower()
+    if mode not in get_args(Mode):
+        raise ValueError(f"phase_mode and {MODE_VARIABLE} take off, on or strict, not {mode!r}")
+    return cast(Mode, mode)
 
 
 class Deviations:

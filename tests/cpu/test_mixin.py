@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import omni_npu_phase
-from omni_npu_phase import ContractError, mixin
+from omni_npu_phase import ContractError, mixin, results
 from omni_npu_phase.conformance import driver
 from omni_npu_phase.conformance.judge import judge
 from omni_npu_phase.conformance.model import MARK
@@ -75,18 +75,18 @@ def test_off_is_the_released_runner(mixed: type, released: type) -> None:
 
 @pytest.mark.parametrize("mode", ["strict", "on"])
 def test_mode_from_the_environment(mode: str, mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(mixin.MODE_VARIABLE, mode)
+    monkeypatch.setenv(results.MODE_VARIABLE, mode)
     run = driver.run_scenario(mixed, BY_ID["e5-long"], driver.Variant("scalar", True, ""), CPU)
     assert isinstance(run.error, ContractError) is (mode == "strict")
 
 
 def test_the_attribute_wins_over_the_environment(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(mixin.MODE_VARIABLE, "strict")
+    monkeypatch.setenv(results.MODE_VARIABLE, "strict")
     assert _run(mixed, "e5-long", "on", "scalar").error is None
 
 
 def test_unknown_mode(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(mixin.MODE_VARIABLE, "sometimes")
+    monkeypatch.setenv(results.MODE_VARIABLE, "sometimes")
     run = driver.run_scenario(mixed, BY_ID["tail"], driver.Variant("scalar", True, ""), CPU)
     assert isinstance(run.error, ValueError)
     assert "'sometimes'" in str(run.error)
