@@ -127,10 +127,10 @@ class PhaseRoutingMixin:
             super()._process_additional_information_updates(*args, **kwargs)  # type: ignore[misc]
 
 
-def released_classes(cls: type) -> tuple[type, ...]:
-    """The classes behind the mixin in method resolution order; all of them where the mixin is not among them."""
+def released_classes(cls: type, mixin: type = PhaseRoutingMixin) -> tuple[type, ...]:
+    """The classes behind ``mixin`` in method resolution order; all of them where it is not among them."""
     mro = cls.__mro__
-    return mro[mro.index(PhaseRoutingMixin) + 1 :] if PhaseRoutingMixin in mro else mro
+    return mro[mro.index(mixin) + 1 :] if mixin in mro else mro
 
 
 @dataclass(slots=True)
