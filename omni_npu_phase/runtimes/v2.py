@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM-Omni 0.30, Model Runner V2: everything that is taken from its model state, and from what it works on."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from omni_npu_phase.runtimes import UnsupportedRuntimeError, _mismatch
+
+NAME = "vLLM-Omni 0.30 (Model Runner V2)"
+WARMUP = "_warmup_"
+"""How the ids of requests begin that vLLM makes to warm up with, and that a model's hooks must not see."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What is taken from one class: methods with the parameters they are called with, and attributes it sets."""
+
+    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attributes: tuple[str, ...] = ()
+
+    def mismatches(self, classes: Sequence[type]) -> list[str]:
+        lines = [line for name, wanted in self.methods.items() for line in _mismatch(classes, name, wanted)]
+        known = _set_by(classes)
+        return lines + [f"no attribute {name}" for name in self.attributes if name not in known]
+
+
+_STATE = _Taken(
+    methods={
+        "run_preprocess": ("input_batch", "model_inputs", "req_states", "mtp_batch_descriptor_dispatcher"),
+        "run_postprocess": ("hidden_states", "input_batch"),
+        "_stage_batched_preprocess_inputs": ("req_indices", "device"),
+        "_write_batched_gpu_preprocess_updates": ("req_indices", "updates_by_req", "gpu_keys"),
+        "_run_batched_mtp": (
+            "mtp_batches",
+            "input_ids",
+            "embeds",
+            "input_batch",
+            "gpu_keys",
+            "mtp_batch_descriptor_dispatcher",
+            "prepacked_mtp_inputs",
+        ),
+        "_call_mtp_runner": ("input_ids", "input_embeds", "last_hidden", "text_step"),
+    },
+    attributes=("model", "has_preprocess", "intermediate_buffer", "_decode_preprocess"),
+)
+_BESIDE = {
+    "OmniIntermediateBuffer": _Taken(
+        methods={"update": ("req_index", "updates", "gpu_resident_keys")}, attributes=("buffers",)
+    ),
+    "RequestState": _Taken(attributes=("prompt_len", "req_id_to_index")),
+    "InputBatch": _Taken(
+        attributes=(
+            "req_ids",
+            "num_reqs",
+            "idx_mapping_np",
+            "num_scheduled_tokens",
+            "num_computed_tokens_np",
+            "query_start_loc_np",
+            "input_ids",
+        )
+    ),
+}
+"""By the names that the model state's module has for them."""
+
+
+def prompt_lens(req_states: Any) -> Any:
+    """The host copy of the requests' prompt lengths, by request slot; None where there is none.
+
+    ``prefill_len`` is another number: after a preemption it counts recomputed outputs too.
+    """
+    return getattr(getattr(req_states, "prompt_len", None), "np", None)
+
+
+def num_computed(input_batch: Any) -> Any:
+    """The batch's host progress before the step, by row; None where there is none."""
+    return getattr(input_batch, "num_computed_tokens_np", None)
+
+
+def mismatches(released: Sequence[type]) -> list[str]:
+    """What the classes lack or have otherwise, one line each; empty when they are a model state of this runtime.
+
+    ``released``: the classes behind the mixin in method resolution order.
+    """
+    lines = _STATE.mismatches(released)
+    owner = next((cls for cls in released if "run_preprocess" in vars(cls)), None)
+    if owner is not None:
+        module = sys.modules[owner.__module__]
+        for name, taken in _BESIDE.items():
+            cls = getattr(module, name, None)
+            found = taken.mismatches(cls.__mro__) if isinstance(cls, type) else [f"not in {module.__name__}"]
+            lines += [f"{name}: {line}" for line in found]
+    return lines
+
+
+@cache
+def check(released: tuple[type, ...]) -> None:
+    """Refuse classes that are no model state of this runtime. Raises :class:`UnsupportedRuntimeError` with the list."""
+    lines = mismatches(released)
+    if lines:
+        raise UnsupportedRuntimeError(
+            f"{released[0].__module__}.{released[0].__qualname__} is no model state that omni-npu-phase knows. "
+            f"{NAME}: {'; '.join(lines)}"
+        )
+
+
+def _set_by(classes: Sequence[type]) -> set[str]:
+    """Attributes of the classes, and names that their constructors use: an instance has no others by itself."""
+    names = {name for cls in classes for name in vars(cls)}
+    for cls in classes:
+        code = getattr(inspect.unwrap(vars(cls).get("__init__", object)), "__code__", None)
+        names.update(code.co_names if code is not None else ())
+    return names
