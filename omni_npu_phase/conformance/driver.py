@@ -98,7 +98,7 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
     record = Recording(scenario, variant, device.type, indices)
     with _warnings_of_package(record.warnings), _single_stage():
         try:
-            bench = _Bench(cls, scenario, variant, device, indices)
+            bench = _bench_for(cls)(cls, scenario, variant, device, indices)
         except Exception as error:
             raise DriverError(f"cannot set up {cls.__qualname__}: {type(error).__name__}: {error}") from error
         try:
@@ -110,8 +110,16 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
     return record
 
 
+def _bench_for(cls: type) -> type[_Bench]:
+    from omni_npu_phase.conformance import driver_v2
+
+    return driver_v2.StateBench if driver_v2.is_model_state(cls) else _Bench
+
+
 class _Bench:
-    """A runner of one class with what its ``_preprocess`` needs, and the scheduler's side of a scenario."""
+    """A V1 runner of one class with what its ``_preprocess`` needs, and the scheduler's side of a scenario."""
+
+    model_class: type[RecordingModel] = RecordingModel
 
     def __init__(
         self, cls: type, scenario: Scenario, variant: Variant, device: torch.device, indices: Mapping[str, int]
@@ -122,20 +130,43 @@ class _Bench:
         self.max_len = max(row.prompt + row.computed + row.span for rows in scenario.steps for row in rows) + 8
         self.max_requests = max(_FEWEST_REQUESTS, *map(len, scenario.steps))
         behaviour = scenario.behaviour
-        self.model = recording.named(behaviour.class_name)(
+        # Released code recognises a model by its class name.
+        self.model = type(behaviour.class_name, (self.model_class,), {})(
             behaviour, batched=variant.hook == "batched", mtp=variant.mtp, max_rows=self.max_requests, device=device
         )
-        self.runner = _make_runner(
-            cls, self.model, scenario, variant, device, self.max_requests, self.max_tokens, self.max_len
-        )
-        self.model.buffer = device_side(self.runner.inputs_embeds)
+        self.runner = self._make_runner(cls)
+        self.model.buffer = self._inputs()[1]
         self.model.returning = self._remember
         self.hidden = torch.zeros(self.max_tokens, HIDDEN, device=device)
+
+    def _make_runner(self, cls: type) -> Any:
+        return _make_runner(
+            cls,
+            self.model,
+            self.scenario,
+            self.variant,
+            self.device,
+            self.max_requests,
+            self.max_tokens,
+            self.max_len,
+        )
+
+    def _inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The runner's own buffers of token ids and embeddings."""
+        return device_side(self.runner.input_ids), device_side(self.runner.inputs_embeds)
+
+    def _mtp_inputs(self) -> list[torch.Tensor]:
+        return mtp_inputs(self.runner)
+
+    def _live(self) -> Mapping[str, dict[str, Any]]:
+        """Every request's live buffer."""
+        live: dict[str, dict[str, Any]] = self.runner.model_intermediate_buffer
+        return live
 
     # The scheduler's side.
 
     def take_step(self, rows: Step, record: Recording) -> None:
-        runner, setting = self.runner, self.scenario.setting
+        setting = self.scenario.setting
         self._update_requests(rows)
         offsets = np.cumsum([0, *(row.span for row in rows)]).tolist()
         total = offsets[-1]
@@ -145,11 +176,10 @@ class _Bench:
         self.model.log = step.log
         record.steps.append(step)
         self._remember()
-        ids, embeds = device_side(runner.input_ids), device_side(runner.inputs_embeds)
+        ids, embeds = self._inputs()
         ids_version, addresses = ids._version, (ids.data_ptr(), embeds.data_ptr())
-        scheduled = _scheduler_output(rows, reverse=setting.scheduled_reversed)
         try:
-            outputs = runner._preprocess(scheduled, buffer_rows)
+            outputs = self._preprocess(rows, buffer_rows)
         except Exception:
             record.untouched_by_error = self._untouched(step)
             raise
@@ -157,24 +187,33 @@ class _Bench:
         step.same_buffers = self._same_buffers(outputs, addresses)
         step.returned_ids = None if outputs[0] is None else outputs[0].tolist()
         step.embeds = None if outputs[1] is None else outputs[1].float().tolist()
-        runner._gather_runtime_additional_information()
-        step.live = {request: recording.copy_info(info) for request, info in runner.model_intermediate_buffer.items()}
+        step.live = {request: recording.copy_info(info) for request, info in self._live().items()}
         step.codes = {row.request: self._stored_codes(row.request) for row in rows}
-        self._finish_step(rows, scheduled, step)
+        self._finish_step(rows, step)
 
-    def _finish_step(self, rows: Step, scheduled: Any, step: StepRecord) -> None:
+    def _preprocess(self, rows: Step, buffer_rows: int) -> Sequence[Any]:
+        """The step up to the model forward; gives the token ids and embeddings that the forward gets, and more."""
+        scheduled = _scheduler_output(rows, reverse=self.scenario.setting.scheduled_reversed)
+        outputs: Sequence[Any] = self.runner._preprocess(scheduled, buffer_rows)
+        self.runner._gather_runtime_additional_information()
+        return outputs
+
+    def _postprocess(self, rows: Step) -> None:
+        spans = np.array([row.span for row in rows], dtype=np.int32)
+        scheduled = _scheduler_output(rows, reverse=self.scenario.setting.scheduled_reversed)
+        self.runner._process_additional_information_updates(self.hidden, None, spans, scheduled)
+
+    def _finish_step(self, rows: Step, step: StepRecord) -> None:
         """Postprocessing by the released code, then all device buffers written over, as a next step would."""
-        runner = self.runner
         for row, start in zip(rows, step.offsets, strict=True):
             self.hidden[start : start + row.span].fill_(self.indices[row.request])
         if self.scenario.behaviour.has_preprocess:
-            spans = np.array([row.span for row in rows], dtype=np.int32)
-            runner._process_additional_information_updates(self.hidden, None, spans, scheduled)
+            self._postprocess(rows)
         self.model.scribble()
         self.hidden.fill_(200)
         for row in rows:
             step.codes_later[row.request] = self._stored_codes(row.request)
-            last = runner.model_intermediate_buffer.get(row.request, {}).get("last", {}).get("hidden")
+            last = self._live().get(row.request, {}).get("last", {}).get("hidden")
             step.last_later[row.request] = None if last is None else last.float().reshape(-1).tolist()
 
     def _update_requests(self, rows: Step) -> None:
@@ -187,7 +226,8 @@ class _Bench:
             state = runner.requests.get(row.request)
             if state is None:
                 state = runner.requests[row.request] = self._new_state(row)
-                self._new_buffer(row.request)
+                if row.request not in self.scenario.setting.no_buffer:
+                    runner.model_intermediate_buffer[row.request] = self._new_info(row.request)
             elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt:
                 state.prompt_token_ids = self._prompt(row)
                 state.num_prompt_tokens = row.prompt
@@ -210,39 +250,36 @@ class _Bench:
                 runner.model_intermediate_buffer.setdefault(request, {}).update(recording.hostile_fields())
 
     def _new_state(self, row: Row) -> Any:
-        from vllm.sampling_params import SamplingParams
         from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-        setting = self.scenario.setting
-        seed = setting.seeds.get(row.request)
-        extra = None if seed is None else dict.fromkeys(("tts_local_seed", "qwen3_tts_request_seed"), seed)
-        as_embeds = row.request in setting.prompt_embeds
-        prompt_embeds = None
-        if as_embeds:
-            index = self.indices[row.request]
-            prompt_embeds = torch.tensor([recording.prompt_embedding(index, place) for place in range(row.prompt)])
+        request = self._new_request(row)
         state = CachedRequestState(
-            req_id=row.request,
-            prompt_token_ids=None if as_embeds else self._prompt(row),
-            prompt_embeds=prompt_embeds,
-            mm_features=[],
-            sampling_params=SamplingParams(max_tokens=9, seed=7, extra_args=extra),
-            generator=None,
-            block_ids=([0],),
-            num_computed_tokens=max(row.computed, 0),
-            output_token_ids=[],
+            req_id=row.request, **request, generator=None, block_ids=([0],), output_token_ids=[], mm_features=[]
         )
-        if as_embeds:
-            state.prompt_embeds_cpu = prompt_embeds
+        if request["prompt_embeds"] is not None:
+            state.prompt_embeds_cpu = request["prompt_embeds"]
         return state
 
-    def _new_buffer(self, request: str) -> None:
-        setting = self.scenario.setting
-        if request not in setting.no_buffer:
-            info: dict[str, Any] = {"voice": "v"}
-            if setting.nested:
-                info[recording.NESTED] = {"once": request}
-            self.runner.model_intermediate_buffer[request] = info
+    def _new_request(self, row: Row) -> dict[str, Any]:
+        """A request as it was sent, under the names that vLLM's states have for its parts."""
+        from vllm.sampling_params import SamplingParams
+
+        setting, index = self.scenario.setting, self.indices[row.request]
+        seed = setting.seeds.get(row.request)
+        extra = None if seed is None else dict.fromkeys(("tts_local_seed", "qwen3_tts_request_seed"), seed)
+        embeds = None
+        if row.request in setting.prompt_embeds:
+            embeds = torch.tensor([recording.prompt_embedding(index, place) for place in range(row.prompt)])
+        return {
+            "prompt_token_ids": self._prompt(row) if embeds is None else None,
+            "prompt_embeds": embeds,
+            "sampling_params": SamplingParams(max_tokens=9, seed=7, extra_args=extra),
+            "num_computed_tokens": max(row.computed, 0),
+        }
+
+    def _new_info(self, request: str) -> dict[str, Any]:
+        """What a request's live buffer holds from its first step on."""
+        return {"voice": "v", **({recording.NESTED: {"once": request}} if self.scenario.setting.nested else {})}
 
     def _prompt(self, row: Row) -> list[int]:
         return [self._token(row, position) for position in range(row.prompt)]
@@ -266,7 +303,7 @@ class _Bench:
     # Observation.
 
     def _stored_codes(self, request: str) -> list[int] | None:
-        codes = self.runner.model_intermediate_buffer.get(request, {}).get("codes", {}).get("audio")
+        codes = self._live().get(request, {}).get("codes", {}).get("audio")
         return None if codes is None else [int(value) for value in codes.reshape(-1).tolist()]
 
     def _remember(self) -> None:
@@ -277,12 +314,12 @@ class _Bench:
         self.remembered = self._contents()
 
     def _contents(self) -> _Contents:
-        runner = self.runner
-        mtp_ids, *mtp_parts = mtp_inputs(runner) if self.variant.mtp else [torch.empty(0)]
+        ids, embeds = self._inputs()
+        mtp_ids, *mtp_parts = self._mtp_inputs() if self.variant.mtp else [torch.empty(0)]
         return _Contents(
-            ids=device_side(runner.input_ids).tolist(),
-            embeds=device_side(runner.inputs_embeds).float().tolist(),
-            stored={request: _stored(info) for request, info in runner.model_intermediate_buffer.items()},
+            ids=ids.tolist(),
+            embeds=embeds.float().tolist(),
+            stored={request: _stored(info) for request, info in self._live().items()},
             in_mtp=[
                 [recording.place(int(token_id)) for token_id in mtp_ids.tolist()],
                 *([recording.place_of(vector) for vector in part.float().tolist()] for part in mtp_parts),
@@ -313,8 +350,7 @@ class _Bench:
         return True
 
     def _same_buffers(self, outputs: Sequence[Any], addresses: tuple[int, int]) -> bool:
-        runner = self.runner
-        if (device_side(runner.input_ids).data_ptr(), device_side(runner.inputs_embeds).data_ptr()) != addresses:
+        if tuple(buffer.data_ptr() for buffer in self._inputs()) != addresses:
             return False
         return all(
             tensor is None or tensor.data_ptr() == address
@@ -422,7 +458,7 @@ def _make_runner(
     runner.input_batch = _make_input_batch(device, max_requests, max_tokens, max_len)
     _init_talker_mtp(runner)
     if variant.mtp and setting.padded:
-        runner.talker_mtp = _captured(model.talker_mtp)
+        runner.talker_mtp = captured(model.talker_mtp)
     return runner
 
 
@@ -479,7 +515,7 @@ class _Dispatcher:
         return CUDAGraphMode.NONE, BatchDescriptor(num_tokens)
 
 
-def _captured(function: Callable[..., Any]) -> Any:
+def captured(function: Callable[..., Any]) -> Any:
     """Stand-in for a captured MTP graph: an instance of this platform's graph wrapper class that captures nothing.
 
     In full-graph mode it replays, so the keywords of a call are those of the capture, as on a device; in any other mode

@@ -219,13 +219,16 @@ def _flips(earlier: tuple[int, int], row: Row) -> bool:
 
 
 def _overlaid(run: Recording, placed: _Placed) -> str:
-    row = placed.row
+    row, call = placed.row, placed.calls[0]
     index = run.token_indices[row.request]
-    wanted = [
-        recording.prompt_embedding(index, position) if position < row.prompt else [UNTOUCHED] * recording.HIDDEN
-        for position in range(row.computed, row.computed + row.span)
-    ]
-    given = placed.calls[0].given
+    prompt = [recording.prompt_embedding(index, position) for position in range(row.prompt)]
+    by_name = call.info.get("prompt_embeds_cpu")
+    if by_name is not None:
+        # As V2 does it: the whole prompt, which the hook takes its rows from.
+        given, wanted = by_name.tolist(), prompt
+    else:
+        behind = [[UNTOUCHED] * recording.HIDDEN] * row.span
+        given, wanted = call.given, (prompt + behind)[row.computed : row.computed + row.span]
     return "" if given is None or given == wanted else f"{placed}: the hook was not given its prompt embeddings"
 
 
@@ -287,7 +290,7 @@ def _hook_choice(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> I
         elif call.request_id is not None:
             same = call.request_id == row.request
             yield "R3", "" if same else f"{placed} was paired with the infos of {call.request_id}"
-        yield "M1", "" if call.info.get("request_id") == row.request else f"{placed} lacks its request_id"
+        yield "M1", "" if call.request_id == row.request else f"{placed} lacks its request_id"
     yield from _batches(run, step, rows)
 
 
@@ -519,7 +522,7 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
         for call in step.log.mtp:
             requests = call.keywords.get("req_ids")
             infos = call.keywords.get("req_infos") or []
-            paired = [info.get("request_id") for info in infos] == requests
+            paired = [recording.request_of(info) for info in infos] == requests
             yield "T1", "" if requests and paired else f"MTP was given req_ids {requests} with other infos"
     if behaviour.fault in ("long", "short", "other_ids") and run.variant.mode == "on":
         clause = run.scenario.about[0]

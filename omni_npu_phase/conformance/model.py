@@ -155,7 +155,7 @@ class RecordingModel:
 
     def preprocess(self, input_ids: torch.Tensor, input_embeds: torch.Tensor | None, **info: Any) -> Any:
         token_ids = [int(value) for value in input_ids.reshape(-1).tolist()]
-        call = HookCall("scalar", token_ids, copy_info(info), info.get("request_id"), call=self.log.calls)
+        call = HookCall("scalar", token_ids, copy_info(info), request_of(info), call=self.log.calls)
         if input_embeds is not None and self.buffer is not None:
             stride = self.buffer.stride(0) * self.buffer.element_size()
             call.offset = (input_embeds.data_ptr() - self.buffer.data_ptr()) // stride
@@ -197,7 +197,7 @@ class RecordingModel:
                     "batched",
                     token_ids[index : index + 1],
                     copy_info(info),
-                    info.get("request_id"),
+                    request_of(info),
                     call=self.log.calls,
                 )
             )
@@ -300,17 +300,17 @@ class RecordingModel:
         return result
 
 
-def named(class_name: str) -> type[RecordingModel]:
-    """The recording model under another class name, for released code that asks for one."""
-    return type(class_name, (RecordingModel,), {})
-
-
 _HOSTILE = {contract.PROMPT_LEN: 77, contract.NUM_COMPUTED: torch.tensor(88), contract.IS_PREFILL: 1}
 
 
 def hostile_fields() -> dict[str, Any]:
     """Wrong values of wrong types under the runner-owned names."""
     return dict(_HOSTILE)
+
+
+def request_of(info: Mapping[str, Any]) -> Any:
+    """The request id in what a hook was told: V1 runners call it ``request_id``, V2 states ``req_id``."""
+    return info.get("request_id", info.get("req_id"))
 
 
 def copy_info(info: Mapping[str, Any]) -> dict[str, Any]:
