@@ -88,7 +88,10 @@ def verify(
     ] = ModeOption.both,
     runner: Annotated[
         str,
-        typer.Option(help="gpu-v1 or npu-v1, the installed vLLM-Omni's V1 runners; or MODULE:CLASS, any V1 runner."),
+        typer.Option(
+            help="The installed vLLM-Omni's gpu-v1 or npu-v1 runners, or its gpu-v2 model state; or MODULE:CLASS, "
+            "any of them."
+        ),
     ] = "gpu-v1",
     device: Annotated[
         DeviceOption,

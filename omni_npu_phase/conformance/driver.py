@@ -27,6 +27,7 @@ from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
 from omni_npu_phase.conformance.scenarios import Hook, Row, Scenario, Step
 from omni_npu_phase.contract import FIELDS
 from omni_npu_phase.mtp import device_side, mtp_inputs
+from omni_npu_phase.runtimes import v2
 
 UNTOUCHED = 100.0
 """What the input embeddings hold before every step, so that a write to a wrong row shows."""
@@ -111,9 +112,11 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
 
 
 def _bench_for(cls: type) -> type[_Bench]:
-    from omni_npu_phase.conformance import driver_v2
+    if not v2.is_model_state(cls):
+        return _Bench
+    from omni_npu_phase.conformance.driver_v2 import StateBench
 
-    return driver_v2.StateBench if driver_v2.is_model_state(cls) else _Bench
+    return StateBench
 
 
 class _Bench:

@@ -27,24 +27,6 @@ from omni_npu_phase.conformance.driver import UNTOUCHED
 from omni_npu_phase.conformance.model import HIDDEN, VALIDITY, RecordingModel
 from omni_npu_phase.conformance.scenarios import Row, Step
 
-_NO_BATCH_HOOK = "V2 has no preprocess_batch, and its preprocess_batch_mrv2 gets prefill rows only"
-CANNOT_SHOW: Mapping[str, str] = {
-    "scheduler-order": "a V2 model state gets the input batch alone, without the scheduler's dictionary",
-    "no-buffer": "in V2 a request has its live buffer as soon as it has its state",
-    "batch-hook": _NO_BATCH_HOOK,
-    "batch-hook-replaces": _NO_BATCH_HOOK,
-    "batch-hook-claims": _NO_BATCH_HOOK,
-    "multimodal": "V2 turns the multimodal input path off for models with hooks",
-    "generation-runner": "the V2 generation runner calls no hooks",
-    "named-model": "V2 knows no model by its class name",
-}
-"""Scenarios that no V2 model state can be in, with the reason."""
-
-
-def is_model_state(cls: type) -> bool:
-    """Whether a class is driven as a V2 model state, and not as a V1 runner."""
-    return callable(getattr(cls, "run_preprocess", None))
-
 
 class StateModel(RecordingModel):
     """The recording model under the names that V2 has for what a model offers."""
@@ -257,5 +239,5 @@ def _without_pinned_memory(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    with mock.patch("vllm.v1.worker.gpu.buffer_utils.is_uva_available", lambda: False):
+    with mock.patch("vllm.v1.worker.gpu.buffer_utils.is_uva_available", return_value=False):
         yield

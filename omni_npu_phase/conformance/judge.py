@@ -174,10 +174,12 @@ def _place(run: Recording, step: StepRecord) -> list[_Placed]:
 
 
 def _fields(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _History) -> Iterator[Finding]:
-    order = [call.token_ids[0] % NEW_IDS for call in step.log.hooks]
     if len(rows) > 1:
-        wanted = [placed.token for placed in rows]
-        yield "M7", "" if order == wanted else f"hooks saw rows in the order {_requests(run, order)}"
+        # When a batch is flushed beside other spans is another clause's matter (R4).
+        for hook in ("scalar", "batched"):
+            order = [call.token_ids[0] % NEW_IDS for call in step.log.hooks if call.hook == hook]
+            wanted = [placed.token for placed in rows if placed.token in order]
+            yield "M7", "" if order == wanted else f"{hook} hooks saw rows in the order {_requests(run, order)}"
     for placed in rows:
         row = placed.row
         if len(placed.calls) != 1:

@@ -138,9 +138,17 @@ class Report:
 
 
 def verdict(
-    mode: str, clause: Clause, judgements: Sequence[Judgement], xfail: str | None = None, note: str = ""
+    mode: str,
+    clause: Clause,
+    judgements: Sequence[Judgement],
+    xfail: str | None = None,
+    note: str = "",
+    absent: str = "no scenario that was run shows it",
 ) -> ClauseResult:
-    """The verdict on a clause from all evidence for and against it; ``xfail`` is the reason of an expected failure."""
+    """The verdict on a clause from all evidence for and against it; ``xfail`` is the reason of an expected failure.
+
+    ``absent`` says why there is no evidence, where there is none.
+    """
     against = [judgement for judgement in judgements if not judgement.holds]
     shown = tuple(dict.fromkeys(judgement.scenario for judgement in against or judgements))
     status: Status
@@ -153,7 +161,7 @@ def verdict(
         status = "pass"
         detail = "" if xfail is None else f"passes, though an expected failure is listed: {xfail}"
     else:
-        status, detail = "not_applicable", "no scenario that was run shows it"
+        status, detail = "not_applicable", absent
     return ClauseResult(mode, clause.id, clause.tier, status, shown, len(judgements), detail)
 
 

@@ -402,3 +402,16 @@ SCENARIOS: tuple[Scenario, ...] = (
 """Every scenario, in the order reports show them."""
 
 BY_ID: Mapping[str, Scenario] = {scenario.id: scenario for scenario in SCENARIOS}
+
+_NO_BATCH_HOOK = "V2 has no preprocess_batch, and its preprocess_batch_mrv2 gets prefill rows only"
+NOT_IN_V2: Mapping[str, str] = {
+    "scheduler-order": "a V2 model state gets the input batch alone, without the scheduler's dictionary",
+    "no-buffer": "in V2 a request has its live buffer as soon as it has its state",
+    "batch-hook": _NO_BATCH_HOOK,
+    "batch-hook-replaces": _NO_BATCH_HOOK,
+    "batch-hook-claims": _NO_BATCH_HOOK,
+    "multimodal": "V2 turns the multimodal input path off for models with hooks",
+    "generation-runner": "the V2 generation runner calls no hooks",
+    "named-model": "V2 knows no model by its class name",
+}
+"""Scenarios that a model state of Model Runner V2 cannot be in, each with the reason."""

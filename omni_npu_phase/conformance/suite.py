@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omni_npu_phase.conformance import parity
 from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, verdict
-from omni_npu_phase.conformance.scenarios import SCENARIOS, Scenario
+from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario
 from omni_npu_phase.contract import CLAUSES, Tier
+from omni_npu_phase.runtimes import v2
 
 if TYPE_CHECKING:
     from omni_npu_phase.conformance.driver import Recording, Variant
@@ -27,6 +28,7 @@ _RELEASED = {
         ("vllm_omni.worker.gpu_ar_model_runner", "GPUARModelRunner"),
         ("vllm_omni.worker.gpu_generation_model_runner", "GPUGenerationModelRunner"),
     ),
+    "gpu-v2": (("vllm_omni.worker_v2.model_states.omni_model_state", "OmniModelState"),),
     "npu-v1": (
         ("vllm_omni.platforms.npu.worker.npu_ar_model_runner", "NPUARModelRunner"),
         ("vllm_omni.platforms.npu.worker.npu_generation_model_runner", "NPUGenerationModelRunner"),
@@ -56,23 +58,36 @@ class RunnerClasses:
     generation: type | None = None
 
     def of(self, scenario: Scenario) -> type | None:
+        """The class to run a scenario on; None where there is none that it can be shown on."""
+        if scenario.id in self.cannot_show:
+            return None
         return self.generation if scenario.setting.generation else self.autoregressive
+
+    @property
+    def cannot_show(self) -> Mapping[str, str]:
+        """Scenarios that no class of this family can be in, each with the reason."""
+        return NOT_IN_V2 if v2.is_model_state(self.autoregressive) else {}
 
 
 def load_runner(name: str) -> RunnerClasses:
-    """Load the installed vLLM-Omni's runners, ``gpu-v1`` or ``npu-v1``, or a class by ``MODULE:CLASS``.
+    """Load the installed vLLM-Omni's runners, ``gpu-v1``, ``gpu-v2`` or ``npu-v1``, or a class by ``MODULE:CLASS``.
 
-    Raises :class:`NoRuntimeError`.
+    Of Model Runner V2 the class is that of the model state. Raises :class:`NoRuntimeError`.
     """
     if name in _RELEASED:
         return RunnerClasses(name, *(_load_class(*where) for where in _RELEASED[name]))
     module, separator, attribute = name.partition(":")
     if not separator or not module or not attribute:
-        raise NoRuntimeError(f"--runner takes gpu-v1, npu-v1 or MODULE:CLASS, not {name!r}")
+        raise NoRuntimeError(f"--runner takes {', '.join(_RELEASED)} or MODULE:CLASS, not {name!r}")
     cls = _load_class(module, attribute)
+    if v2.is_model_state(cls):
+        return RunnerClasses(name, cls)
     missing = [method for method in _DRIVEN if not callable(getattr(cls, method, None))]
     if missing:
-        raise NoRuntimeError(f"{name} is no V1 model runner of vLLM-Omni: it has no {', '.join(missing)}")
+        raise NoRuntimeError(
+            f"{name} is no V1 model runner of vLLM-Omni: it has no {', '.join(missing)}; "
+            "and no V2 model state: it has no run_preprocess"
+        )
     return RunnerClasses(name, cls)
 
 
@@ -138,14 +153,16 @@ def has_mixin(runner: RunnerClasses) -> bool:
 def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:
     """The classes as they are without the mixin, or with it. Raises UnsupportedRuntimeError for the latter."""
     from omni_npu_phase.mixin import PhaseRoutingMixin, released_classes
+    from omni_npu_phase.model_state import PhaseStateMixin
     from omni_npu_phase.runtimes import runtime_of
 
     def pick(cls: type) -> type:
-        behind = released_classes(cls)
+        mixin, check = (PhaseStateMixin, v2.check) if v2.is_model_state(cls) else (PhaseRoutingMixin, runtime_of)
+        behind = released_classes(cls, mixin)
         if mode == "released":
             return behind[0]
-        runtime_of(behind)
-        return cls if issubclass(cls, PhaseRoutingMixin) else type(f"Phase{cls.__name__}", (PhaseRoutingMixin, cls), {})
+        check(behind)
+        return cls if issubclass(cls, mixin) else type(f"Phase{cls.__name__}", (mixin, cls), {})
 
     generation = None if runner.generation is None else pick(runner.generation)
     return RunnerClasses(runner.name, pick(runner.autoregressive), generation)
@@ -221,7 +238,13 @@ def verify(
         for clause in CLAUSES.values():
             if clause.tier in judged[mode]:
                 own = [judgement for judgement in judgements if judgement.clause == clause.id]
-                results.append(verdict(mode, clause, own, (xfails or {}).get(clause.id), notes.get(clause.id, "")))
+                absent = [
+                    runner.cannot_show[each.id]
+                    for each in scenarios
+                    if clause.id in each.about and each.id in runner.cannot_show
+                ]
+                xfail, note = (xfails or {}).get(clause.id), notes.get(clause.id, "")
+                results.append(verdict(mode, clause, own, xfail, note, *absent[:1]))
     return Report(
         runtime=describe_runtime(runner, device_name or device),
         clauses=tuple(results),

@@ -82,6 +82,11 @@ def num_computed(input_batch: Any) -> Any:
     return getattr(input_batch, "num_computed_tokens_np", None)
 
 
+def is_model_state(cls: type) -> bool:
+    """Whether a class is meant as a model state of Model Runner V2, and not as a V1 runner."""
+    return callable(getattr(cls, "run_preprocess", None))
+
+
 def mismatches(released: Sequence[type]) -> list[str]:
     """What the classes lack or have otherwise, one line each; empty when they are a model state of this runtime.
 
