@@ -33,3 +33,17 @@ def mixed(released: type) -> type:
     from omni_npu_phase import PhaseRoutingMixin
 
     return type("MixedRunner", (PhaseRoutingMixin, released), {})
+
+
+@pytest.fixture(scope="session")
+def released_state() -> type:
+    from vllm_omni.worker_v2.model_states.omni_model_state import OmniModelState
+
+    return OmniModelState
+
+
+@pytest.fixture(scope="session")
+def mixed_state(released_state: type) -> type:
+    from omni_npu_phase.model_state import PhaseStateMixin
+
+    return type("MixedState", (PhaseStateMixin, released_state), {})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,8 +64,21 @@ variants = st.builds(Variant, hook=st.sampled_from(["scalar", "batched"]), mtp=s
 def test_every_clause_holds(
     mixed: type, steps: tuple[Step, ...], behaviour: Behaviour, setting: Any, variant: Variant
 ) -> None:
+    _assert_holds(mixed, Scenario("random", "random steps", (), steps, behaviour=behaviour, setting=setting), variant)
+
+
+@settings(max_examples=100, derandomize=True)
+@given(steps=random_steps(), behaviour=behaviours, setting=surroundings, variant=variants)
+def test_every_clause_holds_on_model_runner_v2(
+    mixed_state: type, steps: tuple[Step, ...], behaviour: Behaviour, setting: Setting, variant: Variant
+) -> None:
+    behaviour, setting = replace(behaviour, preprocess_batch="absent"), replace(setting, multimodal=False)
     scenario = Scenario("random", "random steps", (), steps, behaviour=behaviour, setting=setting)
-    run = run_scenario(mixed, scenario, variant, torch.device("cpu"))
+    _assert_holds(mixed_state, scenario, variant)
+
+
+def _assert_holds(cls: type, scenario: Scenario, variant: Variant) -> None:
+    run = run_scenario(cls, scenario, variant, torch.device("cpu"))
     assert run.error is None
     judgements = judge(run)
     assert judgements
