@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of the mixin for Model Runner V2, its four faults among them; what it shares with V1 is in ``mutants.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from omni_npu_phase import model_state
+from omni_npu_phase.model_state import PhaseStateMixin
+from omni_npu_phase.plan import StepPlan
+from omni_npu_phase.runtimes import v2
+from tests.cpu.mutants import Change, Mutant
+
+_Port = model_state._StatePort
+
+
+def _one_token_rows(original: Any, *args: Any, **keywords: Any) -> StepPlan:
+    plan: StepPlan = original(*args, **keywords)
+    return replace(plan, eligible=[span == 1 for span in plan.spans])
+
+
+def _phase_by_span(original: Any, *args: Any, **keywords: Any) -> StepPlan:
+    plan: StepPlan = original(*args, **keywords)
+    one_token = [span == 1 for span in plan.spans]
+    return replace(plan, prefill=[not one for one in one_token], eligible=one_token)
+
+
+def _rows_unchecked(original: Any, state: Any, phase: Any, input_batch: Any, req_states: Any) -> list[int]:
+    return list(range(input_batch.num_reqs))
+
+
+def _always_mtp(original: Any, port: Any, *args: Any) -> None:
+    original(port, *args)
+    port.mtp_width = port.embeds.shape[-1]
+
+
+def _packed_from_behind(original: Any, port: Any, position: int, hidden: Any, text_step: Any) -> None:
+    original(port, sum(port._plan.eligible) - position - len(hidden), hidden, text_step)
+
+
+def _last_rows_only(original: Any, port: Any, rows: Sequence[int]) -> None:
+    """MTP for the rows of the last hook call, as where batched and scalar rows are packed apart."""
+    original(port, rows[-1:])
+
+
+def _private_infos(original: Any, port: Any, rows: Sequence[int]) -> list[dict[Any, Any]]:
+    return [dict(info) for info in original(port, rows)]
+
+
+def _by_row(original: Any, req_states: Any) -> Any:
+    # Slots are given out from the last one down, so rows are never slots.
+    return original(req_states)[::-1].copy()
+
+
+def _prefill_len(original: Any, req_states: Any) -> Any:
+    return req_states.prefill_len.np
+
+
+def _progress_after_the_step(original: Any, input_batch: Any) -> Any:
+    return np.asarray(original(input_batch)) + input_batch.num_scheduled_tokens
+
+
+def _released_mtp_call(original: Any, state: Any, *args: Any, **keywords: Any) -> Any:
+    return super(PhaseStateMixin, state)._call_mtp_runner(*args, **keywords)
+
+
+def _released_postprocess(original: Any, state: Any, *args: Any) -> None:
+    super(PhaseStateMixin, state).run_postprocess(*args)
+
+
+def _switched_off(original: Any, state: Any) -> Any:
+    phase = original(state)
+    phase.mode = "off"
+    return phase
+
+
+def _updates_of_neighbour(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    original(port, [(row + 1) % len(port.slots) for row in rows], updates)
+
+
+def _one_row_further(original: Any, port: Any, start: int, ids: Any, embeds: Any) -> None:
+    original(port, start, ids, embeds)
+    port.embeds[start + len(embeds)].copy_(embeds[-1])
+
+
+# fmt: off
+MUTANTS_V2: tuple[Mutant, ...] = (
+    # The four faults.
+    Mutant("v2-prefill-rows-to-mtp", ("T1", "T2", "T3"), "one-token rows go to MTP whatever their phase",
+           (Change(model_state, "_plan", _one_token_rows),)),
+    Mutant("v2-phase-by-span", ("M5", "T2"), "the phase is guessed from the span",
+           (Change(model_state, "_plan", _phase_by_span),)),
+    Mutant("v2-unknown-rows", ("E4",), "a row without request state is taken as its slot has it",
+           (Change(model_state, "_rows_with_hooks", _rows_unchecked),)),
+    Mutant("v2-five-values", ("R4",), "every batched hook is unpacked as five values",
+           (Change(_Port, "__init__", _always_mtp),), raises=("ContractError",)),
+    Mutant("v2-packed-otherwise", ("T4", "T5"), "MTP's packed rows are not in the order of its rows",
+           (Change(_Port, "fill_mtp", _packed_from_behind),)),
+    Mutant("v2-packed-apart", ("T1", "T4"), "MTP runs for the rows of one hook call only",
+           (Change(_Port, "run_mtp", _last_rows_only),)),
+    # What is taken from V2.
+    Mutant("v2-private-infos", ("M9",), "hooks and forward see copies of the live buffers",
+           (Change(_Port, "infos", _private_infos),)),
+    Mutant("v2-prompt-len-by-row", ("M3",), "prompt lengths of other slots", (Change(v2, "prompt_lens", _by_row),)),
+    Mutant("v2-prefill-len", ("M3", "M5"), "the prompt length counts recomputed outputs",
+           (Change(v2, "prompt_lens", _prefill_len),)),
+    Mutant("v2-progress-after", ("M4", "T2"), "the progress counts the scheduled span",
+           (Change(v2, "num_computed", _progress_after_the_step),)),
+    Mutant("v2-aliasing-codes", ("T9",), "stored codes are rows of MTP's own output",
+           (Change(PhaseStateMixin, "_call_mtp_runner", _released_mtp_call),)),
+    Mutant("v2-aliasing-hidden", ("T9",), "what postprocess stores shares memory with the hidden states",
+           (Change(PhaseStateMixin, "run_postprocess", _released_postprocess),)),
+    Mutant("v2-updates-of-neighbour", ("R8",), "updates go to the next row's request",
+           (Change(_Port, "store_updates", _updates_of_neighbour),)),
+    Mutant("v2-one-row-further", ("R6",), "a row behind each result is written too",
+           (Change(_Port, "write_rows", _one_row_further),)),
+    Mutant("v2-off", ("M9", "T2", "R4", "E4"), "the mixin does nothing",
+           (Change(model_state, "_phase_of", _switched_off),),
+           raises=("RuntimeError", "ValueError", "AttributeError", "TypeError", "NotImplementedError", "IndexError")),
+)
+# fmt: on
+"""Every mutant, the four faults first."""
