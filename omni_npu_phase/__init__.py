@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill/decode phase contract of vLLM-Omni, implemented once for CUDA, Ascend and CPU model runners.
 
-Importing this package loads no torch and no vLLM; ``omni_npu_phase.PhaseRoutingMixin`` loads what it needs on use.
+Importing this package loads no torch and no vLLM; the mixins load what they need on use.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omni_npu_phase.contract import ContractError
     from omni_npu_phase.mixin import PhaseRoutingMixin
+    from omni_npu_phase.model_state import PhaseStateMixin
 
 __version__ = "0.1.0"
-__all__ = ["ContractError", "PhaseRoutingMixin", "__version__"]
+__all__ = ["ContractError", "PhaseRoutingMixin", "PhaseStateMixin", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from omni_npu_phase.mixin import PhaseRoutingMixin
 
         return PhaseRoutingMixin
+    if name == "PhaseStateMixin":
+        from omni_npu_phase.model_state import PhaseStateMixin
+
+        return PhaseStateMixin
     if name == "ContractError":
         from omni_npu_phase.contract import ContractError
 

@@ -71,7 +71,7 @@ class PhaseStateMixin:
         rows = _rows_with_hooks(self, phase, input_batch, req_states)
         if not rows:
             return
-        plan = _plan(input_batch, req_states, rows, buffer_rows=min(len(ids), len(embeds)))
+        plan = _plan(input_batch, req_states, rows, buffer_rows=len(embeds))
         port = _StatePort(self, phase, plan, input_batch, rows, ids, embeds, mtp_batch_descriptor_dispatcher)
         self._stage_batched_preprocess_inputs(port.slots, embeds.device)
         preprocess_batch = getattr(self.model, "preprocess_batch_mrv2", None)

@@ -329,10 +329,33 @@ def test_warm_up_gets_no_hook(hook: Hook, mixed_state: type, make_bench: Any) ->
 
 
 def test_a_step_of_warm_up_only(mixed_state: type, make_bench: Any) -> None:
+    """Its lengths are nobody's matter."""
     rows = step(row("_warmup_0_", 3, 0, 3, PREFILL))
     bench = make_bench(mixed_state, rows)
-    _take(bench, rows)
+    given = _ready(bench, rows)
+    bench.runner.run_preprocess(given.batch, given.inputs)
     assert bench.model.log.hooks == []
+
+
+def test_staging_comes_before_all_hooks(mixed_state: type, make_bench: Any) -> None:
+    bench = make_bench(mixed_state, _MIXED)
+    staged = []
+    bench.runner._stage_batched_preprocess_inputs = lambda slots, device: staged.append(
+        (list(slots), len(bench.model.log.hooks))
+    )
+    _take(bench, _MIXED)
+    assert [call for call in staged if call[0]] == [([bench.slots[each.request] for each in _MIXED], 0)]
+
+
+@pytest.mark.parametrize("hook", ["scalar", "batched"])
+def test_hooks_get_string_keys_only(hook: Hook, mixed_state: type, make_bench: Any) -> None:
+    bench = make_bench(mixed_state, _PAIR, hook=hook)
+    given = _ready(bench, _PAIR)
+    for info in bench._live().values():
+        info[0] = "not for hooks"
+    bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench._dispatch)
+    assert [0 in call.info for call in bench.model.log.hooks] == [False, False]
+    assert all(0 in info for info in bench._live().values())
 
 
 def test_static_buffer_is_refreshed(mixed_state: type, make_bench: Any) -> None:
