@@ -47,6 +47,11 @@ class PhaseStateMixin:
     _write_batched_gpu_preprocess_updates: Callable[..., None]
     _run_batched_mtp: Callable[..., None]
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # A wrong mode is refused when the class is made, not in a serving engine's first step.
+        chosen_mode(cls.phase_mode)
+
     def run_preprocess(
         self,
         input_batch: Any,
@@ -80,21 +85,16 @@ class PhaseStateMixin:
             preprocess_batch(req_infos=port.infos(prefill), device=embeds.device)
         routing.route(plan, port)
 
+    # The released code owns what it stores by copying it to the host. From the host nothing is copied there (T9).
+
     def _call_mtp_runner(self, *args: Any, **keywords: Any) -> Any:
-        """MTP's embeddings and codes, owned: its next call or replay may use their memory again (T8, T9)."""
-        phase = _phase_of(self)
+        """MTP by the released code."""
         embeds, codes = super()._call_mtp_runner(*args, **keywords)  # type: ignore[misc]
-        if phase.mode == "off":
-            return embeds, codes
-        return phase.helper.snapshot(embeds), None if codes is None else phase.helper.snapshot(codes)
+        return embeds, None if codes is None else _phase_of(self).owned_on_host(codes)
 
     def run_postprocess(self, hidden_states: torch.Tensor, input_batch: Any) -> None:
-        """Postprocess by the released code. It stores what comes from the device on the host, by copying (T9)."""
-        phase = _phase_of(self)
-        if phase.mode != "off" and hidden_states.device.type == "cpu":
-            # Nothing is copied to where it already is.
-            hidden_states = phase.helper.snapshot(hidden_states)
-        super().run_postprocess(hidden_states, input_batch)  # type: ignore[misc]
+        """Postprocess by the released code."""
+        super().run_postprocess(_phase_of(self).owned_on_host(hidden_states), input_batch)  # type: ignore[misc]
 
 
 @dataclass(slots=True)
@@ -104,6 +104,10 @@ class _Phase:
     mode: Mode
     deviations: Deviations
     helper: BufferHelper
+
+    def owned_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor; any other tensor as it is."""
+        return tensor if self.mode == "off" or tensor.device.type != "cpu" else self.helper.snapshot(tensor)
 
 
 def _phase_of(state: Any) -> _Phase:
@@ -229,15 +233,32 @@ class _StatePort:
         self._helper.copy(self._text_step[position:stop], text_step)
 
     def run_mtp(self, rows: Sequence[int]) -> None:
-        packed = self._hidden[: len(rows)], self._text_step[: len(rows)]
-        self._state._run_batched_mtp(
-            [(self._batch_rows[row], self._plan.offsets[row], packed) for row in rows],
-            self.ids,
-            self.embeds,
-            self._batch,
-            self._resident,
-            self._dispatcher,
-            prepacked_mtp_inputs=packed,
+        # A generator is one stream (T8). The released loop over rows joins their results, which may lie in the same
+        # memory (T9) and be no codes for some (T11).
+        size = 1 if self._takes_rows_apart(rows) else len(rows)
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
+            packed = self._hidden[some], self._text_step[some]
+            self._state._run_batched_mtp(
+                [(self._batch_rows[row], self._plan.offsets[row], packed) for row in rows[some]],
+                self.ids,
+                self.embeds,
+                self._batch,
+                self._resident,
+                self._dispatcher,
+                prepacked_mtp_inputs=packed,
+            )
+
+    def _takes_rows_apart(self, rows: Sequence[int]) -> bool:
+        """Whether some row has its own generator, and MTP takes neither one per row nor noise drawn before."""
+        state = self._state
+        if getattr(self.model, "mtp_accepts_per_row_generators", False):
+            return False
+        if state._is_mtp_graph_runner() and state._mtp_sample_uniforms is not None:
+            return False
+        return any(
+            state._get_mtp_generator(info["req_id"], info.get("sampling_params"), self.ids.device) is not None
+            for info in self.infos(rows)
         )
 
 

@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
 
 
 def _codes(run: Recording, codes: list[int] | None) -> list[Any] | None:
-    if codes is None or not run.scenario.setting.seeds:
+    if not codes or not run.scenario.setting.seeds:
         return codes
     # A seeded draw depends on the device's generator; that it was drawn does not.
     return [*codes[:-1], "drawn" if codes[-1] else "not drawn"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from omni_npu_phase.runtimes import UnsupportedRuntimeError, _mismatch
+from omni_npu_phase.runtimes import UnsupportedRuntimeError
 
 NAME = "vLLM-Omni 0.30 (Model Runner V2)"
 WARMUP = "_warmup_"
@@ -25,7 +25,7 @@ class _Taken:
     attributes: tuple[str, ...] = ()
 
     def mismatches(self, classes: Sequence[type]) -> list[str]:
-        lines = [line for name, wanted in self.methods.items() for line in _mismatch(classes, name, wanted)]
+        lines = [line for name, wanted in self.methods.items() for line in _against_call(classes, name, wanted)]
         known = _set_by(classes)
         return lines + [f"no attribute {name}" for name in self.attributes if name not in known]
 
@@ -46,8 +46,10 @@ _STATE = _Taken(
             "prepacked_mtp_inputs",
         ),
         "_call_mtp_runner": ("input_ids", "input_embeds", "last_hidden", "text_step"),
+        "_get_mtp_generator": ("req_id", "sampling_params", "device"),
+        "_is_mtp_graph_runner": (),
     },
-    attributes=("model", "has_preprocess", "intermediate_buffer", "_decode_preprocess"),
+    attributes=("model", "has_preprocess", "intermediate_buffer", "_decode_preprocess", "_mtp_sample_uniforms"),
 )
 _BESIDE = {
     "OmniIntermediateBuffer": _Taken(
@@ -112,6 +114,17 @@ def check(released: tuple[type, ...]) -> None:
             f"{released[0].__module__}.{released[0].__qualname__} is no model state that omni-npu-phase knows. "
             f"{NAME}: {'; '.join(lines)}"
         )
+
+
+def _against_call(classes: Sequence[type], name: str, wanted: Sequence[str]) -> list[str]:
+    method = next((vars(cls)[name] for cls in classes if name in vars(cls)), None)
+    if not callable(method):
+        return [f"no method {name}"]
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    missing = [parameter for parameter in wanted if parameter not in parameters]
+    return [f"{name} takes no {', '.join(missing)}"] if missing else []
 
 
 def _set_by(classes: Sequence[type]) -> set[str]:
