@@ -27,8 +27,8 @@ class PhaseStateMixin:
 
     Model Runner V2 has other names: a model has MTP if it has ``mtp``; ``preprocess_decode_batch_mrv2`` comes before
     ``preprocess_decode_batch``, and takes contiguous runs of decode rows like it; ``preprocess_batch_mrv2`` gets the
-    live buffers of the step's prefill rows, before all other hooks. Those get copies of the live buffers, without keys
-    that are no strings. Rows of requests named ``_warmup_...`` get no hook.
+    live buffers of the step's prefill rows, before the other hooks. These get copies of live buffers, without keys that
+    are no strings. Rows of requests named ``_warmup_...`` get no hook.
 
     ``phase_mode`` is as on :class:`~omni_npu_phase.mixin.PhaseRoutingMixin`. Raises
     :class:`~omni_npu_phase.contract.ContractError` as the clauses say, and
@@ -66,6 +66,7 @@ class PhaseStateMixin:
             released(input_batch, model_inputs, req_states, mtp_batch_descriptor_dispatcher)
             return
 
+        v2.check(released_classes(type(self), PhaseStateMixin))
         # In a step without rows the released code only selects ids and embeddings.
         released(_without_rows(input_batch), model_inputs, req_states, mtp_batch_descriptor_dispatcher)
         embeds = model_inputs["inputs_embeds"]
@@ -114,8 +115,6 @@ def _phase_of(state: Any) -> _Phase:
     phase: _Phase | None = state.__dict__.get("_omni_npu_phase")
     if phase is None:
         mode = chosen_mode(state.phase_mode)
-        if mode != "off":
-            v2.check(released_classes(type(state), PhaseStateMixin))
         phase = _Phase(mode, Deviations(mode), buffers.for_device(torch.device(state.device)))
         state.__dict__["_omni_npu_phase"] = phase
     return phase
