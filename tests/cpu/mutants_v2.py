@@ -114,7 +114,7 @@ MUTANTS_V2: tuple[Mutant, ...] = (
            (Change(PhaseStateMixin, "_call_mtp_runner", _released_mtp_call),)),
     Mutant("v2-aliasing-hidden", ("T9",), "what postprocess stores shares memory with the hidden states",
            (Change(PhaseStateMixin, "run_postprocess", _released_postprocess),)),
-    Mutant("v2-rows-together", ("T9", "T11"), "seeded rows of a one-stream MTP are joined by the released loop",
+    Mutant("v2-rows-together", ("R6", "T11"), "seeded rows of a one-stream MTP are joined by the released loop",
            (Change(_Port, "_takes_rows_apart", lambda original, port, rows: False),)),
     Mutant("v2-updates-of-neighbour", ("R8",), "updates go to the next row's request",
            (Change(_Port, "store_updates", _updates_of_neighbour),)),
