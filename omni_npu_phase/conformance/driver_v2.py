@@ -6,7 +6,7 @@ input batch in its input buffers. Stand-ins take the place of what needs an engi
 
 - the runner: rows go into request states and batch as its ``add_requests``, ``update_requests`` and ``prepare_inputs``
   have it, but in the scenario's order, and without their Triton kernels, whose results no model state reads;
-- pinned memory on a host without accelerator: vLLM's own buffers for platforms that have none;
+- pinned memory that a device sees, which only CUDA has: vLLM's own buffers for platforms without it;
 - the dispatcher of captured graphs, and, in scenarios with padding, the captured graph.
 """
 
@@ -235,8 +235,8 @@ class StateBench(driver._Bench):
 
 @contextlib.contextmanager
 def _without_pinned_memory(device: torch.device) -> Iterator[None]:
-    """vLLM's buffers for platforms without pinned memory: it takes a CPU for one that has it."""
-    if device.type != "cpu":
+    """vLLM's buffers for platforms without pinned memory, everywhere but on CUDA."""
+    if device.type == "cuda":
         yield
         return
     with mock.patch("vllm.v1.worker.gpu.buffer_utils.is_uva_available", return_value=False):

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model Runner V2 with its buffers on the NPU: the same clauses, and routing as on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from omni_npu_phase.conformance import suite
+
+
+def test_every_clause_that_applies_holds(device: Any) -> None:
+    try:
+        state = suite.load_runner("gpu-v2")
+    except suite.NoRuntimeError as error:
+        pytest.skip(f"this release has no Model Runner V2: {error}")
+    report = suite.verify(state, ("mixin",), device=device.type)
+    assert {result.id: result.status for result in report.clauses if result.status != "pass"} == {
+        "M10": "not_applicable"
+    }
+    assert report.parity is not None
+    assert report.parity.differences == ()
