@@ -77,12 +77,13 @@ class Runtime:
         ``released``: the classes of a runner in method resolution order.
         """
         return [
-            *(line for name, taken in self.methods.items() for line in _method_mismatches(released, name, taken)),
+            *(line for name, taken in self.methods.items() for line in method_mismatches(released, name, taken)),
             *(line for name, taken in self.functions.items() for line in _function_mismatches(name, taken)),
         ]
 
 
-def _method_mismatches(released: Sequence[type], name: str, taken: Taken) -> Iterator[str]:
+def method_mismatches(released: Sequence[type], name: str, taken: Taken) -> Iterator[str]:
+    """What a method of the classes lacks or has otherwise, a line each."""
     definitions = [vars(cls)[name] for cls in released if name in vars(cls)]
     if not definitions or not callable(definitions[0]):
         yield f"no method {name}"

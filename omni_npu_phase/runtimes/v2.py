@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from omni_npu_phase.runtimes import UnsupportedRuntimeError
+from omni_npu_phase.runtimes import Taken, UnsupportedRuntimeError, method_mismatches
 
 NAME = "vLLM-Omni 0.30 (Model Runner V2)"
 WARMUP = "_warmup_"
@@ -18,45 +18,48 @@ WARMUP = "_warmup_"
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """What is taken from one class: methods with the parameters they are called with, and attributes it sets."""
+class _Class:
+    """What is taken from one class: its methods, and attributes that it has or its constructor sets."""
 
-    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    methods: Mapping[str, Taken] = field(default_factory=dict)
     attributes: tuple[str, ...] = ()
 
     def mismatches(self, classes: Sequence[type]) -> list[str]:
-        lines = [line for name, wanted in self.methods.items() for line in _against_call(classes, name, wanted)]
+        lines = [line for name, taken in self.methods.items() for line in method_mismatches(classes, name, taken)]
         known = _set_by(classes)
         return lines + [f"no attribute {name}" for name in self.attributes if name not in known]
 
 
-_STATE = _Taken(
+_STATE = _Class(
     methods={
-        "run_preprocess": ("input_batch", "model_inputs", "req_states", "mtp_batch_descriptor_dispatcher"),
-        "run_postprocess": ("hidden_states", "input_batch"),
-        "_stage_batched_preprocess_inputs": ("req_indices", "device"),
-        "_write_batched_gpu_preprocess_updates": ("req_indices", "updates_by_req", "gpu_keys"),
-        "_run_batched_mtp": (
-            "mtp_batches",
-            "input_ids",
-            "embeds",
-            "input_batch",
-            "gpu_keys",
-            "mtp_batch_descriptor_dispatcher",
-            "prepacked_mtp_inputs",
+        "run_preprocess": Taken(("input_batch", "model_inputs", "req_states", "mtp_batch_descriptor_dispatcher")),
+        "run_postprocess": Taken(("hidden_states", "input_batch")),
+        "_stage_batched_preprocess_inputs": Taken(("req_indices", "device")),
+        "_write_batched_gpu_preprocess_updates": Taken(("req_indices", "updates_by_req", "gpu_keys")),
+        "_run_batched_mtp": Taken(
+            (
+                "mtp_batches",
+                "input_ids",
+                "embeds",
+                "input_batch",
+                "gpu_keys",
+                "mtp_batch_descriptor_dispatcher",
+                "*",
+                "prepacked_mtp_inputs",
+            )
         ),
-        "_call_mtp_runner": ("input_ids", "input_embeds", "last_hidden", "text_step"),
-        "_get_mtp_generator": ("req_id", "sampling_params", "device"),
-        "_is_mtp_graph_runner": (),
+        "_call_mtp_runner": Taken(),
+        "_get_mtp_generator": Taken(("req_id", "sampling_params", "device")),
+        "_is_mtp_graph_runner": Taken(()),
     },
     attributes=("model", "has_preprocess", "intermediate_buffer", "_decode_preprocess", "_mtp_sample_uniforms"),
 )
 _BESIDE = {
-    "OmniIntermediateBuffer": _Taken(
-        methods={"update": ("req_index", "updates", "gpu_resident_keys")}, attributes=("buffers",)
+    "OmniIntermediateBuffer": _Class(
+        methods={"update": Taken(("req_index", "updates", "gpu_resident_keys"))}, attributes=("buffers",)
     ),
-    "RequestState": _Taken(attributes=("prompt_len", "req_id_to_index")),
-    "InputBatch": _Taken(
+    "RequestState": _Class(attributes=("prompt_len", "req_id_to_index")),
+    "InputBatch": _Class(
         attributes=(
             "req_ids",
             "num_reqs",
@@ -114,17 +117,6 @@ def check(released: tuple[type, ...]) -> None:
             f"{released[0].__module__}.{released[0].__qualname__} is no model state that omni-npu-phase knows. "
             f"{NAME}: {'; '.join(lines)}"
         )
-
-
-def _against_call(classes: Sequence[type], name: str, wanted: Sequence[str]) -> list[str]:
-    method = next((vars(cls)[name] for cls in classes if name in vars(cls)), None)
-    if not callable(method):
-        return [f"no method {name}"]
-    parameters = inspect.signature(method).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return []
-    missing = [parameter for parameter in wanted if parameter not in parameters]
-    return [f"{name} takes no {', '.join(missing)}"] if missing else []
 
 
 def _set_by(classes: Sequence[type]) -> set[str]:

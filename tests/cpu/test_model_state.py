@@ -483,7 +483,7 @@ def test_known_state(released_state: type) -> None:
 
 
 _METHODS = sorted(v2._STATE.methods)
-_CALLED_WITH = {name: wanted for name, wanted in v2._STATE.methods.items() if wanted}
+_CALLED_WITH = {name: taken.parameters for name, taken in v2._STATE.methods.items() if taken.parameters}
 
 
 def _without(released: type, name: str) -> type:
