@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation: the vLLM plugin that puts the mixins before the classes vLLM-Omni's workers build.
+
+vLLM calls :func:`install` in every process, before it imports a worker (entry-point group ``vllm.general_plugins``).
+Nothing heavy is imported then: a class is replaced when its module is imported, or at once if it already was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from omni_npu_phase import __version__
+from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
+from omni_npu_phase.runtimes import UnsupportedRuntimeError, runtime_of
+from omni_npu_phase.runtimes.places import PLACES, V1_MIXIN
+
+# vLLM shows what is logged under its own name.
+logger = logging.getLogger("vllm.omni_npu_phase")
+
+_RELEASED_PACKAGES = ("vllm", "vllm_omni", "vllm_ascend", "omni_npu_phase")
+_MODULES = frozenset(place.module for place in PLACES)
+_made: dict[type, type] = {}
+"""Released classes and the same with the mixin."""
+_said: set[str] = set()
+"""Refusals in the log: a class has several names."""
+
+
+def install() -> None:
+    """Put the mixins before the classes that workers build, now and in modules imported later. May be called again.
+
+    OMNI_NPU_PHASE=off installs nothing. A class that is refused stays as it is and is named in a warning; with
+    ``strict`` that is an error. Raises ValueError for another value of OMNI_NPU_PHASE, and with ``strict``
+    :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`, here or where a refused class is imported.
+    """
+    if chosen_mode() == "off":
+        logger.info("omni-npu-phase: %s=off, nothing is replaced", MODE_VARIABLE)
+        return
+    with _refusals_logged():
+        spec = importlib.util.find_spec("vllm_omni")
+        if spec is None:
+            logger.info("omni-npu-phase: vllm_omni is not installed, nothing is replaced")
+            return
+        _check_installed(list(spec.submodule_search_locations or ()))
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+    for name in _MODULES & set(sys.modules):
+        _replace_in(sys.modules[name])
+
+
+def uninstall() -> None:
+    """Put the released classes back wherever they are named.
+
+    Runners that exist, and classes derived meanwhile, keep the mixin.
+    """
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    released = {made: cls for cls, made in _made.items()}
+    for place in PLACES:
+        if place.module in sys.modules:
+            owner, name = _owner(sys.modules[place.module], place.name)
+            current = vars(owner).get(name)
+            if current in released:
+                setattr(owner, name, released[current])
+
+
+def phase_runner(cls: type, mixin: str = V1_MIXIN) -> type:
+    """The class with the phase contract, for a platform that names its runners itself; made once per class.
+
+    Returns ``cls`` where it has the mixin, where OMNI_NPU_PHASE is ``off``, and where it is refused, which is logged,
+    or with ``strict`` raised as :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`.
+    """
+    if chosen_mode() == "off":
+        return cls
+    with _refusals_logged():
+        base = _load(mixin)
+        if issubclass(cls, base):
+            return cls
+        if cls not in _made:
+            runtime = runtime_of(cls.__mro__)
+            _refuse_overrides(cls, base)
+            _made[cls] = _make(cls, base)
+            logger.info(
+                "omni-npu-phase %s (%s): %s is before %s, a runner of %s",
+                __version__, chosen_mode(), base.__name__, _path(cls), runtime.name,
+            )  # fmt: skip
+    return _made.get(cls, cls)
+
+
+@contextmanager
+def _refusals_logged() -> Iterator[None]:
+    """Whatever goes wrong must not stop an engine, unless it was asked to."""
+    try:
+        yield
+    except Exception as error:
+        if chosen_mode() == "strict":
+            raise
+        kind = "" if isinstance(error, UnsupportedRuntimeError) else f"{type(error).__name__}: "
+        reason = f"{kind}{error}"
+        if reason not in _said:
+            _said.add(reason)
+            logger.warning("omni-npu-phase: %s. It stays as it is.", reason)
+
+
+def _check_installed(folders: Sequence[str]) -> None:
+    for place in PLACES:
+        file = Path(*place.module.split(".")[1:]).with_suffix(".py")
+        if place.defines and any(Path(folder, file).is_file() for folder in folders):
+            return
+    raise UnsupportedRuntimeError(
+        f"vllm_omni in {', '.join(folders) or 'no folder'} has none of the modules that define its runners: "
+        "an unknown release, or half-installed"
+    )
+
+
+def _make(cls: type, mixin: type) -> type:
+    class Phased(mixin, cls):  # type: ignore[misc]
+        def __init_subclass__(cls, **keywords: Any) -> None:
+            super().__init_subclass__(**keywords)
+            with _refusals_logged():
+                _refuse_overrides(cls, mixin)
+
+    Phased.__name__ = Phased.__qualname__ = f"Phase{cls.__name__}"
+    Phased.__doc__ = f"{cls.__name__} with the phase contract."
+    return Phased
+
+
+def _refuse_overrides(cls: type, mixin: type) -> None:
+    """Refuse a class in which a third party's subclass, or patch, answers for methods of the mixin."""
+    overrides = []
+    for name, value in vars(mixin).items():
+        method = getattr(cls, name, None)
+        if callable(value) and not name.startswith("__") and method is not None:
+            package = method.__module__.partition(".")[0]
+            if package not in _RELEASED_PACKAGES:
+                overrides.append(name)
+    if overrides:
+        raise UnsupportedRuntimeError(
+            f"{_path(cls)} overrides {', '.join(overrides)}, and so is responsible for the phase contract itself; "
+            f"judge it with: omni-npu-phase verify --mode released --runner {cls.__module__}:{cls.__qualname__}"
+        )
+
+
+def _replace_in(module: ModuleType) -> None:
+    for place in PLACES:
+        if place.module != module.__name__:
+            continue
+        owner, name = _owner(module, place.name)
+        current = vars(owner).get(name)
+        if isinstance(current, type):
+            replacement = phase_runner(current, place.mixin)
+            if replacement is not current:
+                setattr(owner, name, replacement)
+        elif place.defines:
+            with _refusals_logged():
+                raise UnsupportedRuntimeError(f"{place.module} has no class {place.name}")
+
+
+def _owner(module: ModuleType, dotted: str) -> tuple[Any, str]:
+    """What holds a name, and the name's last part; the module itself where the class between them is missing."""
+    *path, name = dotted.split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part, module)
+    return owner, name
+
+
+def _load(path: str) -> type:
+    module, _, name = path.partition(":")
+    loaded: type = getattr(importlib.import_module(module), name)
+    return loaded
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Replaces classes in a module right after it was imported, whoever else finds it."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in _MODULES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _ReplacingLoader(spec.loader)
+                return spec
+        return None
+
+
+class _ReplacingLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Who asks the module for its source must find its own loader.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _replace_in(module)
+
+
+_FINDER = _AfterImport()
