@@ -7,10 +7,10 @@ Nothing heavy is imported then: a class is replaced when its module is imported,
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
 import importlib.util
 import logging
+import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ from typing import Any
 
 from omni_npu_phase import __version__
 from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
-from omni_npu_phase.runtimes import UnsupportedRuntimeError, runtime_of
-from omni_npu_phase.runtimes.places import PLACES, V1_MIXIN
+from omni_npu_phase.runtimes import UnsupportedRuntimeError
+from omni_npu_phase.runtimes.places import PLACES, V1, Family
 
 # vLLM shows what is logged under its own name.
 logger = logging.getLogger("vllm.omni_npu_phase")
@@ -73,7 +73,7 @@ def uninstall() -> None:
                 setattr(owner, name, released[current])
 
 
-def phase_runner(cls: type, mixin: str = V1_MIXIN) -> type:
+def phase_runner(cls: type, family: Family = V1) -> type:
     """The class with the phase contract, for a platform that names its runners itself; made once per class.
 
     Returns ``cls`` where it has the mixin, where OMNI_NPU_PHASE is ``off``, and where it is refused, which is logged,
@@ -82,17 +82,16 @@ def phase_runner(cls: type, mixin: str = V1_MIXIN) -> type:
     if chosen_mode() == "off":
         return cls
     with _refusals_logged():
-        base = _load(mixin)
-        if issubclass(cls, base):
+        mixin = pkgutil.resolve_name(family.mixin)
+        if issubclass(cls, mixin):
             return cls
         if cls not in _made:
-            runtime = runtime_of(cls.__mro__)
-            _refuse_overrides(cls, base)
-            _made[cls] = _make(cls, base)
-            logger.info(
-                "omni-npu-phase %s (%s): %s is before %s, a runner of %s",
-                __version__, chosen_mode(), base.__name__, _path(cls), runtime.name,
-            )  # fmt: skip
+            runtime = pkgutil.resolve_name(family.check)(cls.__mro__)
+            _refuse_overrides(cls, mixin)
+            _made[cls] = _make(cls, mixin)
+            known = f", known as {runtime.name}" if runtime else ""
+            place = f"{mixin.__name__} is before {_path(cls)}{known}"
+            logger.info("omni-npu-phase %s (%s): %s", __version__, chosen_mode(), place)
     return _made.get(cls, cls)
 
 
@@ -157,7 +156,7 @@ def _replace_in(module: ModuleType) -> None:
         owner, name = _owner(module, place.name)
         current = vars(owner).get(name)
         if isinstance(current, type):
-            replacement = phase_runner(current, place.mixin)
+            replacement = phase_runner(current, place.family)
             if replacement is not current:
                 setattr(owner, name, replacement)
         elif place.defines:
@@ -172,12 +171,6 @@ def _owner(module: ModuleType, dotted: str) -> tuple[Any, str]:
     for part in path:
         owner = getattr(owner, part, module)
     return owner, name
-
-
-def _load(path: str) -> type:
-    module, _, name = path.partition(":")
-    loaded: type = getattr(importlib.import_module(module), name)
-    return loaded
 
 
 def _path(cls: type) -> str:

@@ -10,7 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-V1_MIXIN = "omni_npu_phase.mixin:PhaseRoutingMixin"
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Classes that get the same mixin. Both are names, MODULE:NAME, because importing them imports torch."""
+
+    mixin: str
+    check: str
+    """Takes the classes in method resolution order, and refuses what the mixin does not know."""
+
+
+V1 = Family("omni_npu_phase.mixin:PhaseRoutingMixin", "omni_npu_phase.runtimes:runtime_of")
+V2 = Family("omni_npu_phase.model_state:PhaseStateMixin", "omni_npu_phase.runtimes.v2:check")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +31,7 @@ class Place:
     module: str
     name: str
     """Dotted where it is an attribute of a class."""
-    mixin: str
-    """MODULE:CLASS of the mixin that goes before the class."""
+    family: Family
     defines: bool = False
     """Whether the module defines the class: there the name may not be missing."""
 
@@ -30,9 +40,9 @@ def _v1(package: str, prefix: str, kind: str, runner: str) -> tuple[Place, ...]:
     worker = f"{package}.{prefix.lower()}_{kind}_worker"
     worker_class = runner.replace("ModelRunner", "Worker")
     return (
-        Place(f"{package}.{prefix.lower()}_{kind}_model_runner", runner, V1_MIXIN, defines=True),
-        Place(worker, runner, V1_MIXIN),
-        Place(worker, f"{worker_class}.model_runner_cls", V1_MIXIN),
+        Place(f"{package}.{prefix.lower()}_{kind}_model_runner", runner, V1, defines=True),
+        Place(worker, runner, V1),
+        Place(worker, f"{worker_class}.model_runner_cls", V1),
     )
 
 
@@ -44,4 +54,6 @@ PLACES: tuple[Place, ...] = (
     *_v1("vllm_omni.worker", "GPU", "generation", "GPUGenerationModelRunner"),
     *_v1(_NPU, "NPU", "ar", "NPUARModelRunner"),
     *_v1(_NPU, "NPU", "generation", "NPUGenerationModelRunner"),
+    # Model Runner V2 has it imported where it makes one.
+    Place("vllm_omni.worker_v2.model_states.omni_model_state", "OmniModelState", V2, defines=True),
 )

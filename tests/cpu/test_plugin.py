@@ -306,7 +306,7 @@ def test_installing_imports_nothing_heavy(python: Python) -> None:
 
 
 def test_it_offers_no_platform(metadata: Path) -> None:
-    (distribution,) = importlib.metadata.distributions(name="omni-npu-phase", path=[str(metadata)])
+    distribution = next(iter(importlib.metadata.distributions(name="omni-npu-phase", path=[str(metadata)])))
     groups = {entry.group for entry in distribution.entry_points}
     assert groups == {"console_scripts", "vllm.general_plugins"}
 
