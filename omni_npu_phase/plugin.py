@@ -107,7 +107,7 @@ def _refusals_logged() -> Iterator[None]:
         reason = f"{kind}{error}"
         if reason not in _said:
             _said.add(reason)
-            logger.warning("omni-npu-phase: %s. It stays as it is.", reason)
+            logger.warning("omni-npu-phase: %s. It stays as it is.", reason.rstrip("."))
 
 
 def _check_installed(folders: Sequence[str]) -> None:
