@@ -179,6 +179,40 @@ def verify(
         _stop("none of the chosen scenarios shows a clause of the chosen tier: nothing was judged")
 
 
+@app.command(
+    epilog="Exit status: 0 runner and model are safe for chunked prefill; 1 one of them is not; 2 it cannot tell, for "
+    "example because no model was named, or wrong use."
+)
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|MODULE[:CLASS]", help="Look at this model too: a checkpoint's folder, or its code."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the report as JSON.")] = False,
+) -> None:
+    """Say whether this installation, and a model on it, is safe for chunked prefill, and what to change.
+
+    The runners are judged by a few scenarios, as verify runs them; a model by a look at its source.
+    """
+    from omni_npu_phase import doctor as doctors
+    from omni_npu_phase.look import UnknownModelError
+
+    with _progress() as say:
+        say("examining the installation")
+        try:
+            report = doctors.examine(model)
+        except (UnknownModelError, ValueError) as error:
+            _stop(str(error))
+    if as_json:
+        _write_text(report.to_json(), None)
+    else:
+        table = Table(show_header=False)
+        for what, found in report.lines():
+            table.add_row(what, _escape(found))
+        _write([table], None)
+    raise typer.Exit(report.exit_status)
+
+
 def _chosen_scenarios(ids: Sequence[str] | None) -> tuple[Scenario, ...]:
     unknown = [wanted for wanted in ids or () if wanted not in BY_ID]
     if unknown:

