@@ -203,6 +203,8 @@ def _judge_model(model: str) -> dict[str, Any]:
 def _advice(report: Report) -> Iterator[str]:
     if report.pair["known"] is False:
         yield f"install a pair that belongs together: {report.pair['reason']}"
+    if report.error:
+        yield "make vLLM-Omni importable; until its runner can be judged, nothing is known to be safe"
     if report.runner_verdict == _UNSAFE:
         helped = all(runner["mixin"] == [] for runner in report.runners)
         if helped and not report.plugin["acts"]:
