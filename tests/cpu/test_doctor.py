@@ -38,8 +38,16 @@ def here(judged_here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[s
     answer: dict[str, Any] = json.loads(json.dumps(judged_here))
     monkeypatch.setattr(doctor, "_in_another_process", lambda: answer)
     entry = metadata.EntryPoint("omni_npu_phase", "omni_npu_phase.plugin:install", "vllm.general_plugins")
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
+    _offer(monkeypatch, entry)
     return answer
+
+
+def _offer(monkeypatch: pytest.MonkeyPatch, *plugins: metadata.EntryPoint) -> None:
+    """General plugins as installed packages offer them; other groups are asked for too, by pydantic for one."""
+    real = metadata.entry_points
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group: plugins if group == "vllm.general_plugins" else real(group=group)
+    )
 
 
 def _doctor(*arguments: str) -> Result:
@@ -124,7 +132,7 @@ def test_when_the_plugin_does_not_act(
 
 
 def test_when_it_is_not_installed(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    _offer(monkeypatch)
     plugin = _json()[1]["plugin"]
     assert not plugin["acts"]
     assert "not installed with pip" in plugin["reason"]
