@@ -94,6 +94,19 @@ def test_installed_and_taken_back(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("taken_back")
+def test_model_runner_v2() -> None:
+    from vllm_omni.worker_v2.model_states import omni_model_state
+
+    from omni_npu_phase.model_state import PhaseStateMixin
+
+    released = omni_model_state.OmniModelState
+    plugin.install()
+    assert omni_model_state.OmniModelState.__mro__[1:3] == (PhaseStateMixin, released)
+    plugin.uninstall()
+    assert omni_model_state.OmniModelState is released
+
+
+@pytest.mark.usefixtures("taken_back")
 def test_off_and_odd_values(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     released = _names("ar")
     monkeypatch.setenv("OMNI_NPU_PHASE", "off")
