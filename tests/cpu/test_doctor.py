@@ -137,6 +137,12 @@ def test_when_it_is_not_installed(here: dict[str, Any], monkeypatch: pytest.Monk
     assert "not installed with pip" in plugin["reason"]
 
 
+def test_help_teaches() -> None:
+    text = " ".join(_doctor("--help").stdout.split())
+    for told in ("Exit status", "--model", "--json", "chunked prefill"):
+        assert told in text
+
+
 def test_wrong_use(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     result = _doctor("--model", "nowhere")
     assert result.exit_code == 2
