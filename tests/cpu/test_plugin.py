@@ -92,8 +92,9 @@ def test_installed_and_taken_back(kind: str) -> None:
 
 @pytest.mark.usefixtures("taken_back")
 def test_model_runner_v2() -> None:
-    from omni_npu_phase.model_state import PhaseStateMixin
     from vllm_omni.worker_v2.model_states import omni_model_state
+
+    from omni_npu_phase.model_state import PhaseStateMixin
 
     released = omni_model_state.OmniModelState
     plugin.install()
