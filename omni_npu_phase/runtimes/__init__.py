@@ -90,9 +90,7 @@ def method_mismatches(released: Sequence[type], name: str, taken: Taken) -> Iter
         return
     yield from _call_mismatches(name, list(inspect.signature(definitions[0]).parameters.values())[1:], taken)
     named = names_in(released, name)
-    missing = [wanted for wanted in taken.names if wanted not in named]
-    if missing:
-        yield f"{name} names no {', '.join(missing)}"
+    yield from (f"{name} names no {wanted}" for wanted in taken.names if wanted not in named)
 
 
 def _function_mismatches(name: str, taken: Taken) -> Iterator[str]:

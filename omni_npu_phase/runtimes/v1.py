@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import pkgutil
+import importlib
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -116,8 +118,17 @@ def v1_runtime(
     )
 
 
-# Asked for in every step, and the same for as long as the process lives.
-_found = cache(pkgutil.resolve_name)
+def _found(where: str) -> Any:
+    """What ``module:name`` stands for now."""
+    module, get = _place(where)
+    return get(module)
+
+
+# Asked for in every step: only the look-up itself is left to do there.
+@cache
+def _place(where: str) -> tuple[ModuleType, Callable[[Any], Any]]:
+    module, _, name = where.partition(":")
+    return importlib.import_module(module), operator.attrgetter(name)
 
 
 def _attach_infos(runner: Any, request_id: str, info: dict[str, Any]) -> dict[str, Any]:
