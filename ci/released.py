@@ -64,7 +64,7 @@ REASONS = (
         "every row goes here; neither `preprocess_batch` nor `preprocess_decode_batch` is ever called",
     ),
     Reason(
-        ("R6", "R9", "T1", "T2", "T3", "T7"),
+        ("R6", "R9", "T1", "T2", "T3", "T7", "E8"),
         "0.20",
         "0.20",
         "_preprocess",
@@ -210,7 +210,7 @@ REASONS = (
         "0.22",
         "0.30",
         "_preprocess",
-        r"= batch_decode_preprocess\(",
+        r"text_step, updates = batch_decode_preprocess\(",
         "unpacks what the hook returns and writes it as it comes; only torch's own errors stop it, half way",
     ),
     Reason(
