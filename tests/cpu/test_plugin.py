@@ -382,7 +382,7 @@ def test_modules_keep_their_own_loader(python: Python, tmp_path: Path) -> None:
         f"{LOGGED}; import inspect, vllm_omni.worker.gpu_ar_model_runner as m;"
         "print(type(m.__loader__).__name__, type(m.__spec__.loader).__name__, inspect.getsource(m.GPUARModelRunner))"
     )
-    (*_, printed) = python(code, folder).stdout.splitlines()
+    printed = python(code, folder).stdout.strip().splitlines()[-1]
     assert printed == "SourceFileLoader SourceFileLoader class GPUARModelRunner: pass"
 
 
