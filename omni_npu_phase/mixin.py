@@ -309,6 +309,7 @@ class _RunnerPort:
         self.model = runner.model
         self.deviations = phase.deviations
         self.has_batched_hook = callable(getattr(self.model, routing.BATCHED_HOOK, None))
+        self.gathers = False
         self.mtp_width: int | None = None
         if getattr(runner, "has_talker_mtp", False):
             self._mtp_inputs = mtp_inputs(runner)
@@ -330,11 +331,14 @@ class _RunnerPort:
         req_infos = [self._keywords(row, info) for row, info in zip(run.rows, infos, strict=True)]
         return self.model.preprocess_decode_batch(input_ids=ids, req_infos=req_infos)
 
-    def write_rows(self, start: int, ids: torch.Tensor | None, embeds: torch.Tensor) -> None:
-        rows = slice(start, start + embeds.shape[0])
-        self._helper.put(self.embeds, rows, embeds)
+    def locate(self, run: Run) -> slice:
+        start = self._plan.offsets[run.start]
+        return slice(start, start + len(run.rows))
+
+    def write_rows(self, where: slice, ids: torch.Tensor | None, embeds: torch.Tensor) -> None:
+        self._helper.put(self.embeds, where, embeds)
         if ids is not None:
-            self._helper.put(self.ids, rows, ids)
+            self._helper.put(self.ids, where, ids)
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         self._writes.store([self._plan.request_ids[row] for row in rows], updates)

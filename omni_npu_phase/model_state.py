@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from omni_npu_phase import buffers, routing
-from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.buffers.base import BufferHelper, Rows
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.mixin import released_classes
 from omni_npu_phase.plan import Run, StepPlan, plan_step
@@ -26,7 +26,7 @@ class PhaseStateMixin:
     embeddings buffer, staging, MTP and what is stored stay with the released code; rows, fields and hooks are ours.
 
     Model Runner V2 has other names: a model has MTP if it has ``mtp``; ``preprocess_decode_batch_mrv2`` comes before
-    ``preprocess_decode_batch``, and takes contiguous runs of decode rows like it; ``preprocess_batch_mrv2`` gets the
+    ``preprocess_decode_batch``, and takes all decode rows of a step at once; ``preprocess_batch_mrv2`` gets the
     live buffers of the step's prefill rows, before the other hooks. These get copies of live buffers, without keys that
     are no strings. Rows of requests named ``_warmup_...`` get no hook.
 
@@ -192,6 +192,7 @@ class _StatePort:
         self.model = state.model
         self.deviations = phase.deviations
         self.has_batched_hook = callable(state._decode_preprocess)
+        self.gathers = callable(getattr(self.model, v2.GATHERING_HOOK, None))
         self.mtp_width: int | None = None
         self._resident: Any = getattr(self.model, "gpu_resident_buffer_keys", set())
         if getattr(self.model, "mtp", None) is not None:
@@ -205,17 +206,17 @@ class _StatePort:
         return self.model.preprocess(ids, embeds, **_named(info))
 
     def call_batch(self, run: Run, infos: list[dict[Any, Any]], ids: torch.Tensor) -> Any:
-        start = self._plan.offsets[run.start]
-        embeds = self.embeds[start : start + len(run.rows)]
         return self._state._decode_preprocess(
-            input_ids=ids, input_embeds=embeds, req_infos=[_named(info) for info in infos]
+            input_ids=ids, input_embeds=self.embeds[self.locate(run)], req_infos=[_named(info) for info in infos]
         )
 
-    def write_rows(self, start: int, ids: torch.Tensor | None, embeds: torch.Tensor) -> None:
-        rows = slice(start, start + embeds.shape[0])
-        self._helper.put(self.embeds, rows, embeds)
+    def locate(self, run: Run) -> Rows:
+        return self._helper.rows([self._plan.offsets[row] for row in run.rows])
+
+    def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor) -> None:
+        self._helper.put(self.embeds, where, embeds)
         if ids is not None:
-            self._helper.put(self.ids, rows, ids)
+            self._helper.put(self.ids, where, ids)
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         slots = [self.slots[row] for row in rows]

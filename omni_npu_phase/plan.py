@@ -19,18 +19,18 @@ from omni_npu_phase.contract import ContractError
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Adjacent rows ``start`` to ``stop`` of the input batch that one hook call takes.
+    """Rows of the input batch, in its order, that one hook call takes.
 
-    A batched run is one-token decode rows at contiguous offsets (R4); every other run is a single row (R2).
+    A batched run is one-token decode rows, at contiguous offsets (R4) unless they were gathered; every other run is a
+    single row (R2).
     """
 
-    start: int
-    stop: int
+    rows: Sequence[int]
     batched: bool
 
     @property
-    def rows(self) -> range:
-        return range(self.start, self.stop)
+    def start(self) -> int:
+        return self.rows[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,25 @@ class StepPlan:
             contract.IS_PREFILL: self.prefill[row],
         }
 
-    def runs(self, *, batched: bool) -> Iterator[Run]:
-        """Hook calls of the step in row order; ``batched``: whether the model has a batched decode hook (R2, R4)."""
+    def runs(self, *, batched: bool, gathered: bool = False) -> Iterator[Run]:
+        """Hook calls of the step in row order; ``batched``: whether the model has a batched decode hook (R2, R4).
+
+        ``gathered``: that hook takes all its rows of the step at once, wherever they lie, before any other row.
+        """
         if not self.request_ids:
+            return
+        if batched and gathered:
+            decodes = [row for row, eligible in enumerate(self.eligible) if eligible]
+            if decodes:
+                yield Run(decodes, True)
+            yield from (Run(range(row, row + 1), False) for row, eligible in enumerate(self.eligible) if not eligible)
             return
         offsets = np.asarray(self.offsets)
         takes = np.asarray(self.eligible) & batched
         joins = takes[1:] & takes[:-1] & (offsets[1:] == offsets[:-1] + 1)
         starts = [0, *(np.flatnonzero(~joins) + 1).tolist()]
         for start, stop in zip(starts, [*starts[1:], len(self)], strict=True):
-            yield Run(start, stop, bool(takes[start]))
+            yield Run(range(start, stop), bool(takes[start]))
 
 
 def plan_step(

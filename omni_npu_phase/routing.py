@@ -27,6 +27,8 @@ class Port(Protocol):
     """Floating tensor of shape (buffer rows, hidden): the step's input embeddings (R6)."""
     deviations: Deviations
     has_batched_hook: bool
+    gathers: bool
+    """Whether the batched hook takes all its rows of a step at once; it is not promised contiguous ones (R4) then."""
     mtp_width: int | None
     """Hidden size of the MTP inputs; None for a model without MTP."""
 
@@ -42,8 +44,12 @@ class Port(Protocol):
         """Call the batched hook for a run of decode rows (R3), with the release's own keywords."""
         ...
 
-    def write_rows(self, start: int, ids: Any, embeds: Any) -> None:
-        """Write rows from buffer row ``start`` on; ``ids`` None leaves the token ids as they are (R6, R7)."""
+    def locate(self, run: Run) -> Any:
+        """Where a batched run's tokens lie in the step's buffers: a slice, or an index where they are scattered."""
+        ...
+
+    def write_rows(self, where: Any, ids: Any, embeds: Any) -> None:
+        """Write rows at a slice or index; ``ids`` None leaves the token ids as they are (R6, R7)."""
         ...
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
@@ -62,7 +68,7 @@ class Port(Protocol):
 def route(plan: StepPlan, port: Port) -> None:
     """Route every row of the step, in row order. Raises :class:`~omni_npu_phase.contract.ContractError`."""
     in_mtp: list[int] = []
-    for run in plan.runs(batched=port.has_batched_hook):
+    for run in plan.runs(batched=port.has_batched_hook, gathered=port.gathers):
         infos = port.infos(run.rows)
         _own_fields(plan, run.rows, infos)
         route_run = _route_batch if run.batched else _route_scalar
@@ -79,20 +85,20 @@ def _own_fields(plan: StepPlan, rows: Sequence[int], infos: list[dict[str, Any]]
         info.update(plan.fields(row))
 
 
-def _route_batch(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, Any]], position: int) -> range:
-    start = plan.offsets[run.start]
-    ids = port.ids[start : start + len(run.rows)]
+def _route_batch(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, Any]], position: int) -> Sequence[int]:
+    where = port.locate(run)
+    ids = port.ids[where]
     call = _call(plan, port, BATCHED_HOOK, run.rows)
     raw = port.call_batch(run, infos, ids)
     result = results.batch_result(call, raw, given_ids=ids, mtp_width=port.mtp_width)
     if port.mtp_width is not None:
         port.fill_mtp(position, result.hidden, result.text_step)
     port.store_updates(run.rows, [_storable(update) for update in result.updates])
-    port.write_rows(start, result.ids, result.embeds)
-    return run.rows if port.mtp_width is not None else range(0)
+    port.write_rows(where, result.ids, result.embeds)
+    return run.rows if port.mtp_width is not None else ()
 
 
-def _route_scalar(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, Any]], position: int) -> range:
+def _route_scalar(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, Any]], position: int) -> Sequence[int]:
     row, start, span = run.start, plan.offsets[run.start], plan.spans[run.start]
     ids, embeds = port.ids[start : start + span], port.embeds[start : start + span]
     call = _call(plan, port, SCALAR_HOOK, [row])
@@ -103,8 +109,8 @@ def _route_scalar(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, An
     if result.mtp_inputs is not None:
         port.fill_mtp(position, *result.mtp_inputs)
     port.store_updates([row], [_storable(result.updates)])
-    port.write_rows(start, result.ids, result.embeds)
-    return run.rows if result.mtp_inputs is not None else range(0)
+    port.write_rows(slice(start, start + result.embeds.shape[0]), result.ids, result.embeds)
+    return run.rows if result.mtp_inputs is not None else ()
 
 
 def _call(plan: StepPlan, port: Port, hook: str, rows: Sequence[int]) -> Call:

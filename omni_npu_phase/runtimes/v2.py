@@ -13,6 +13,8 @@ from typing import Any
 from omni_npu_phase.runtimes import Taken, UnsupportedRuntimeError, method_mismatches
 
 NAME = "vLLM-Omni 0.30 (Model Runner V2)"
+GATHERING_HOOK = "preprocess_decode_batch_mrv2"
+"""V2's own batched hook; the released state prefers it to the one of V1."""
 WARMUP = "_warmup_"
 """How the ids of requests begin that vLLM makes to warm up with, and that a model's hooks must not see."""
 

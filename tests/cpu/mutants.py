@@ -206,7 +206,7 @@ def _without_ids(original: Any, port: Any, row: Any, infos: Any, ids: Any, *rest
 
 
 def _runs_of(alter: Callable[[StepPlan], StepPlan]) -> Change:
-    return Change(StepPlan, "runs", lambda original, rows, *, batched: original(alter(rows), batched=batched))
+    return Change(StepPlan, "runs", lambda original, rows, **how: original(alter(rows), **how))
 
 
 def _one_token_rows(rows: StepPlan) -> StepPlan:
@@ -290,13 +290,13 @@ def _forward_without_ids(original: Any, runner: Any, *args: Any) -> Any:
     return (None if runner.enable_prompt_embeds else ids, *others)
 
 
-def _one_row_further(original: Any, port: Any, start: int, ids: Any, embeds: Any) -> None:
-    original(port, start, ids, embeds)
-    port.embeds[start + len(embeds)].copy_(embeds[-1])
+def _one_row_further(original: Any, port: Any, where: slice, ids: Any, embeds: Any) -> None:
+    original(port, where, ids, embeds)
+    port.embeds[where.stop].copy_(embeds[-1])
 
 
-def _ids_always(original: Any, port: Any, start: int, ids: Any, embeds: Any) -> None:
-    original(port, start, port.ids[start : start + len(embeds)].clone() if ids is None else ids, embeds)
+def _ids_always(original: Any, port: Any, where: slice, ids: Any, embeds: Any) -> None:
+    original(port, where, port.ids[where].clone() if ids is None else ids, embeds)
 
 
 def _updates_of_neighbour(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
@@ -587,7 +587,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(_Port, "write_rows", _ids_always),), also=("tail",)),
     Mutant("ids-never-copied", ("R7",), "other token ids that a hook returned are not written",
            (Change(_Port, "write_rows",
-                   lambda original, port, start, ids, embeds: original(port, start, None, embeds)),)),
+                   lambda original, port, where, ids, embeds: original(port, where, None, embeds)),)),
     Mutant("mtp-gets-ids-as-given", ("R7",), "MTP gets the scheduled token ids, not those that hooks returned",
            (Change(_Port, "run_mtp", _ids_as_given),)),
     Mutant("updates-of-the-neighbour", ("R8",), "a row's updates go to the next row's request",

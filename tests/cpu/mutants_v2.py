@@ -82,9 +82,9 @@ def _updates_of_neighbour(original: Any, port: Any, rows: Sequence[int], updates
     original(port, [(row + 1) % len(port.slots) for row in rows], updates)
 
 
-def _one_row_further(original: Any, port: Any, start: int, ids: Any, embeds: Any) -> None:
-    original(port, start, ids, embeds)
-    port.embeds[start + len(embeds)].copy_(embeds[-1])
+def _one_row_further(original: Any, port: Any, where: slice, ids: Any, embeds: Any) -> None:
+    original(port, where, ids, embeds)
+    port.embeds[where.stop].copy_(embeds[-1])
 
 
 # fmt: off

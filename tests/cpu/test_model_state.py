@@ -18,7 +18,7 @@ from omni_npu_phase import ContractError
 from omni_npu_phase.conformance import driver, suite
 from omni_npu_phase.conformance.driver_v2 import StateBench, StateModel
 from omni_npu_phase.conformance.judge import judge
-from omni_npu_phase.conformance.model import HIDDEN, embedding, mtp_codes, mtp_embedding, token
+from omni_npu_phase.conformance.model import HIDDEN, NEW_IDS, embedding, mtp_codes, mtp_embedding, token
 from omni_npu_phase.conformance.report import Report
 from omni_npu_phase.conformance.scenarios import (
     BY_ID,
@@ -236,7 +236,7 @@ def test_batched_and_scalar_decode_rows_get_their_own_codes(
     """Whichever hook a decode row went to: here every second one goes to the scalar hook."""
     rows = step(*(row(name, 3, 3 + index, 1, MTP) for index, name in enumerate("abcde")))
     monkeypatch.setattr(
-        StepPlan, "runs", lambda plan, batched: (Run(index, index + 1, index % 2 == 0) for index in range(len(plan)))
+        StepPlan, "runs", lambda plan, **how: (Run([index], index % 2 == 0) for index in range(len(plan)))
     )
     bench = make_bench(mixed_state, rows)
     given = _take(bench, rows)
@@ -402,6 +402,26 @@ def test_mrv2_hook_comes_first(mixed_state: type, make_bench: Any) -> None:
     _take(bench, _PAIR)
     assert bench.model.embeds_given == [(2, HIDDEN)]
     assert _codes(bench, "b") == mtp_codes(_own(bench, "b", 6))
+
+
+@pytest.mark.usefixtures("mrv2_hooks")
+@pytest.mark.parametrize("ids", ["same", "new"])
+def test_mrv2_hook_takes_scattered_decode_rows_at_once(mixed_state: type, make_bench: Any, ids: Any) -> None:
+    rows = step(
+        row("a", 3, 3, 1, MTP), row("p", 9, 0, 3, PREFILL), row("b", 4, 6, 1, MTP), row("t", 5, 4, 1, TAIL),
+        row("c", 2, 9, 1, MTP),
+    )  # fmt: skip
+    bench = make_bench(mixed_state, rows, behaviour=Behaviour(ids=ids))
+    given = _take(bench, rows)
+    assert bench.model.embeds_given == [(3, HIDDEN)]
+    assert [call.hook for call in bench.model.log.hooks] == ["batched"] * 3 + ["scalar"] * 2
+    offset = NEW_IDS if ids == "new" else 0
+    for name, start in (("a", 0), ("b", 4), ("c", 6)):
+        own = _own(bench, name, next(each.computed for each in rows if each.request == name))
+        assert _codes(bench, name) == mtp_codes(own + offset)
+        assert given.embeds[start] == mtp_embedding(own + offset)
+    assert given.embeds[5] == embedding(_own(bench, "t", 4))
+    assert [_codes(bench, name) for name in ("p", "t")] == [None, None]
 
 
 @pytest.mark.usefixtures("mrv2_hooks")

@@ -51,7 +51,7 @@ def test_runs_partition_the_rows_in_order(rows: list[tuple[int, int, int, int]],
 
 @given(rows_of_a_step)
 def test_without_a_batched_hook_every_row_is_alone(rows: list[tuple[int, int, int, int]]) -> None:
-    assert list(_plan(rows).runs(batched=False)) == [Run(row, row + 1, False) for row in range(len(rows))]
+    assert list(_plan(rows).runs(batched=False)) == [Run(range(row, row + 1), False) for row in range(len(rows))]
 
 
 @given(rows_of_a_step)
@@ -70,7 +70,18 @@ def test_batched_runs_are_eligible_contiguous_and_maximal(rows: list[tuple[int, 
 
 def test_gap_between_offsets_splits_a_run() -> None:
     decodes = [(1, 2, 1, gap) for gap in (0, 0, 1, 0)]
-    assert list(_plan(decodes).runs(batched=True)) == [Run(0, 2, True), Run(2, 4, True)]
+    assert list(_plan(decodes).runs(batched=True)) == [Run(range(2), True), Run(range(2, 4), True)]
+
+
+@given(rows_of_a_step)
+def test_gathered_rows_come_first_and_all_at_once(rows: list[tuple[int, int, int, int]]) -> None:
+    plan = _plan(rows)
+    runs = list(plan.runs(batched=True, gathered=True))
+    decodes = [row for row in range(len(plan)) if plan.eligible[row]]
+    others = [row for row in range(len(plan)) if not plan.eligible[row]]
+    assert [list(run.rows) for run in runs if run.batched] == ([decodes] if decodes else [])
+    assert [list(run.rows) for run in runs][bool(decodes) :] == [[row] for row in others]
+    assert list(plan.runs(batched=False, gathered=True)) == list(plan.runs(batched=False))
 
 
 def test_empty_step() -> None:
