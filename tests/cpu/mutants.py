@@ -217,8 +217,8 @@ def _one_token_decodes(rows: StepPlan) -> list[bool]:
     return [span == 1 and not prefill for span, prefill in zip(rows.spans, rows.prefill, strict=True)]
 
 
-def _batches_last(original: Any, rows: StepPlan, *, batched: bool) -> list[Run]:
-    return sorted(original(rows, batched=batched), key=lambda run: run.batched)
+def _batches_last(original: Any, rows: StepPlan, **how: bool) -> list[Run]:
+    return sorted(original(rows, **how), key=lambda run: run.batched)
 
 
 def _no_batches_beside_mtp(original: Any, rows: StepPlan, port: Any) -> None:
@@ -576,7 +576,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("five-values-without-mtp", ("R4",), "a batched hook without MTP must return five values",
            (Change(results, "batch_result", _wider_batched_result),), raises=("ContractError",)),
     Mutant("batched-hook-ignored", ("R4", "R5"), "the batched hook is never called",
-           (Change(StepPlan, "runs", lambda original, rows, *, batched: original(rows, batched=False)),)),
+           (Change(StepPlan, "runs", lambda original, rows, **how: original(rows, batched=False)),)),
     Mutant("batched-hook-ignored-with-mtp", ("R5",), "the batched hook is not called in models with MTP",
            (Change(routing, "route", _no_batches_beside_mtp),)),
     Mutant("new-embeds", ("R6",), "the forward gets a new embeddings tensor",
