@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -122,6 +123,9 @@ def verify(
     The runner's own methods run, on vLLM's own input batch and buffers; no engine, weights or accelerator is needed.
     """
     chosen = _chosen_scenarios(scenario)
+    if list_scenarios and report_format is FormatOption.json:
+        _write_text(json.dumps([_listed(case) for case in chosen], indent=2) + "\n", output)
+        return
     if list_scenarios:
         _write(_list_table(chosen), output)
         return
@@ -224,7 +228,7 @@ def _read_xfails(path: Path | None) -> dict[str, str]:
     if path is None:
         return {}
     try:
-        return reports.parse_xfails(path.read_text(encoding="utf-8"))
+        return reports.parse_xfails(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         _stop(f"--xfail {path}: {error}")
 
@@ -278,6 +282,16 @@ def _few(failing: str) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("[", "\\[")
+
+
+def _listed(case: Scenario) -> dict[str, Any]:
+    return {
+        "id": case.id,
+        "clauses": list(case.about),
+        "steps": len(case.steps),
+        "title": case.title,
+        "report": case.report or None,
+    }
 
 
 def _list_table(chosen: Sequence[Scenario]) -> list[Table | str]:

@@ -112,11 +112,14 @@ class PhaseRoutingMixin:
                 TalkerMtp(self, phase.runtime, helper, writes).run(call, start_offsets)
 
     def _update_intermediate_buffer(self, req_id: str, upd: Any) -> None:
-        """Merge one request's updates, from hooks, ``postprocess`` or payloads, into its live buffer (R8, T9)."""
+        """Merge one request's updates, from ``postprocess`` or payloads, into its live buffer (R8, T9).
+
+        The runner-owned fields and MTP inputs among them are dropped, as they are from those of hooks (M9, E6).
+        """
         phase = _phase_of(self)
         if phase.active:
             with phase.writing() as writes:
-                writes.store([req_id], [upd])
+                writes.store([req_id], [routing.storable(upd)])
         else:
             super()._update_intermediate_buffer(req_id, upd)  # type: ignore[misc]
 

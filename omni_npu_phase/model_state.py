@@ -91,7 +91,7 @@ class PhaseStateMixin:
     def _call_mtp_runner(self, *args: Any, **keywords: Any) -> Any:
         """MTP by the released code."""
         embeds, codes = super()._call_mtp_runner(*args, **keywords)  # type: ignore[misc]
-        return embeds, None if codes is None else _phase_of(self).owned_on_host(codes)
+        return embeds, _phase_of(self).owned_on_host(codes) if isinstance(codes, torch.Tensor) else codes
 
     def run_postprocess(self, hidden_states: torch.Tensor, input_batch: Any) -> None:
         """Postprocess by the released code."""
@@ -206,9 +206,13 @@ class _StatePort:
         return self.model.preprocess(ids, embeds, **_named(info))
 
     def call_batch(self, run: Run, infos: list[dict[Any, Any]], ids: torch.Tensor) -> Any:
-        return self._state._decode_preprocess(
+        raw = self._state._decode_preprocess(
             input_ids=ids, input_embeds=self.embeds[self.locate(run)], req_infos=[_named(info) for info in infos]
         )
+        if self.mtp_width is None and isinstance(raw, tuple) and len(raw) == 5 and self.deviations.mode != "strict":
+            # Models without MTP had to return five values to the released state, which always unpacks five.
+            return raw[0], raw[1], raw[4]
+        return raw
 
     def locate(self, run: Run) -> Rows:
         return self._helper.rows([self._plan.offsets[row] for row in run.rows])

@@ -42,7 +42,7 @@ class Deviations:
         key = (type(model).__qualname__, error.clause, error.hook, kind)
         if key not in self._warned:
             self._warned.add(key)
-            logger.warning("%s: %s Handled as the released runner does; said once.", key[0], error)
+            logger.warning("%s: %s Tolerated; said once.", key[0], error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def _scalar_ids(call: Call, ids: Any, given_ids: Any, rows: int) -> Any:
 
 
 def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any, Any] | None:
-    if MTP_INPUTS not in updates:
+    if updates.get(MTP_INPUTS) is None:
         call.deviation("E7", "missing", f"{MTP_INPUTS!r} in the updates of an eligible row", "none")
         return None
     pair = updates[MTP_INPUTS]

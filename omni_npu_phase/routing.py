@@ -88,12 +88,15 @@ def _own_fields(plan: StepPlan, rows: Sequence[int], infos: list[dict[str, Any]]
 def _route_batch(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, Any]], position: int) -> Sequence[int]:
     where = port.locate(run)
     ids = port.ids[where]
+    if port.mtp_width is not None and isinstance(where, slice):
+        # As released: ids of rows that go to MTP are gathered, and a hook may keep them.
+        ids = ids.clone()
     call = _call(plan, port, BATCHED_HOOK, run.rows)
     raw = port.call_batch(run, infos, ids)
     result = results.batch_result(call, raw, given_ids=ids, mtp_width=port.mtp_width)
     if port.mtp_width is not None:
         port.fill_mtp(position, result.hidden, result.text_step)
-    port.store_updates(run.rows, [_storable(update) for update in result.updates])
+    port.store_updates(run.rows, [storable(update) for update in result.updates])
     port.write_rows(where, result.ids, result.embeds)
     return run.rows if port.mtp_width is not None else ()
 
@@ -108,7 +111,7 @@ def _route_scalar(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, An
     )
     if result.mtp_inputs is not None:
         port.fill_mtp(position, *result.mtp_inputs)
-    port.store_updates([row], [_storable(result.updates)])
+    port.store_updates([row], [storable(result.updates)])
     port.write_rows(slice(start, start + result.embeds.shape[0]), result.ids, result.embeds)
     return run.rows if result.mtp_inputs is not None else ()
 
@@ -124,7 +127,7 @@ def _call(plan: StepPlan, port: Port, hook: str, rows: Sequence[int]) -> Call:
     )
 
 
-def _storable(update: Any) -> Any:
+def storable(update: Any) -> Any:
     """An update without what a hook may not store: runner-owned fields (M9) and MTP inputs (E6)."""
     if isinstance(update, dict) and any(name in update for name in _NEVER_STORED):
         return {key: value for key, value in update.items() if key not in _NEVER_STORED}

@@ -72,8 +72,7 @@ class StateWrites:
 
         Nested dictionaries merge one level deep. A tensor under a ``(key, qualifier)`` pair of the model's
         ``gpu_resident_buffer_keys`` stays on its device as an owned copy; every other device tensor becomes an owned
-        host copy. A tensor that already is the stored value, where it belongs, is left alone. Updates that are empty
-        or no dictionary, and requests without state, are passed over.
+        host copy. Updates that are empty or no dictionary, and requests without state, are passed over.
         """
         staying: list[_Piece] = []
         leaving: list[_Piece] = []
@@ -103,24 +102,26 @@ class StateWrites:
     ) -> None:
         """Store row i of ``codes``, shape (rows, ...), with request i, beside element i of each of ``marks`` (T5).
 
-        They stay where they are if the codes' key is resident.
+        They stay where they are if the codes' key is resident, and a mark also if its own is.
         """
-        pieces = []
+        staying: list[_Piece] = []
+        leaving: list[_Piece] = []
         for name, column in {key: codes, **marks}.items():
             places: list[_Place] = []
             for request_id in request_ids:
                 info = self._written[request_id] = live_info(self._runner, request_id)
                 places.append((info.setdefault(name[0], {}), name[1]))
                 self._runner.requests[request_id].additional_information_cpu = info
-            pieces.append(_Piece(column, places, partial(_rows, range(len(places))) if name == key else torch.unbind))
-        resident = key in self._resident
-        if all(self._packs(piece.like) for piece in pieces):
-            self._hold(pieces, resident)
-        else:
-            for piece in pieces:
-                kept = self._kept(piece.like.clone(), resident)
-                for (dest, place), part in zip(piece.places, piece.parts(kept), strict=True):
+            piece = _Piece(column, places, partial(_rows, range(len(places))) if name == key else torch.unbind)
+            resident = key in self._resident or name in self._resident
+            if self._packs(column):
+                (staying if resident else leaving).append(piece)
+            else:
+                kept = self._kept(column.clone(), resident)
+                for (dest, place), part in zip(places, piece.parts(kept), strict=True):
                     dest[place] = part
+        self._hold(staying, resident=True)
+        self._hold(leaving, resident=False)
 
     def finish(self) -> None:
         """Bring what is still on the device to the host, to wherever nothing was written over it since."""
@@ -140,23 +141,18 @@ class StateWrites:
                 _swap_all(replacement, arrived)
 
     def _place(self, dest: dict[Any, Any], key: Any, value: Any, pieces: list[_Piece], resident: bool) -> None:
-        known = dest.get(key)
         if isinstance(value, torch.Tensor):
-            self._place_tensor(dest, key, value, known, pieces, resident)
+            self._place_tensor(dest, key, value, pieces, resident)
         elif isinstance(value, list):
-            kept = known if isinstance(known, list) else []
             items = dest[key] = list(value)
             for index, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
-                    self._place_tensor(items, index, item, kept[index] if index < len(kept) else None, pieces, False)
+                    self._place_tensor(items, index, item, pieces, False)
         else:
             dest[key] = value
 
-    def _place_tensor(
-        self, dest: Any, key: Any, value: torch.Tensor, stored: Any, pieces: list[_Piece], resident: bool
-    ) -> None:
-        if value is stored and (resident or value.device.type == "cpu"):
-            return
+    def _place_tensor(self, dest: Any, key: Any, value: torch.Tensor, pieces: list[_Piece], resident: bool) -> None:
+        # Also what is stored there already: it may be a tensor that the hook put there and will fill again (T9).
         if self._packs(value):
             pieces.append(_Piece(value, [(dest, key)]))
         else:

@@ -77,7 +77,7 @@ class Recording:
     device: str
     token_indices: Mapping[str, int]
     steps: list[StepRecord] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
     untouched_by_error: bool = True
     """After an error: whether nothing of the refused rows was written since their hook returned."""
     warnings: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
             with torch.inference_mode():
                 for rows in scenario.steps:
                     bench.take_step(rows, record)
-        except Exception as error:  # noqa: BLE001 - whatever the runner under test raises is its result
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the runner under test raises is its result
             record.error = error
     return record
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -177,7 +178,8 @@ def parse_xfails(text: str) -> dict[str, str]:
     """Read an expected-failures file: one ``CLAUSE: reason`` a line, ``#`` begins a comment. Raises ValueError."""
     reasons: dict[str, str] = {}
     for number, raw in enumerate(text.splitlines(), start=1):
-        line = raw.partition("#")[0].strip()
+        # Not within a word, as in omni#4382.
+        line = re.sub(r"(^|\s)#.*", "", raw).strip()
         if not line:
             continue
         clause, _, reason = (part.strip() for part in line.partition(":"))

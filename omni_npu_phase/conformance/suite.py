@@ -101,7 +101,7 @@ def _load_class(module: str, attribute: str) -> type:
         if (error.name or "").split(".")[0] in ("torch_npu", "vllm_ascend"):
             advice = " Run in a vLLM-Omni Ascend image, or with --device emulated."
         raise NoRuntimeError(f"cannot import {module}: {error}.{advice}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Whatever the module itself raises: it cannot be judged, which is not a failed contract.
         raise NoRuntimeError(f"cannot import {module}: {type(error).__name__}: {error}") from error
     if found is None:

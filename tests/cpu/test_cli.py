@@ -42,6 +42,8 @@ def test_list_runs_nothing() -> None:
     assert result.exit_code == 0
     for case in SCENARIOS:
         assert case.id in result.stdout
+    as_json = json.loads(_run("verify", "--list", "--format", "json").stdout)
+    assert [case["id"] for case in as_json] == [case.id for case in SCENARIOS]
     one = _run("verify", "--list", "--scenario", "tail")
     assert "omni#4382" in one.stdout
     assert "mixed" not in one.stdout
@@ -81,10 +83,12 @@ def test_output_file(name: str, tmp_path: Path) -> None:
 
 def test_expected_failures(tmp_path: Path) -> None:
     known = tmp_path / "known"
-    known.write_text("M9: hooks may write the fields\n", encoding="utf-8")
+    known.write_text("\ufeff# known\nM9: hooks may write the fields, omni#1 # seen\n", encoding="utf-8")
     result = _verify("--mode", "released", "--xfail", str(known))
     assert result.exit_code == 0
     assert "xfail" in result.stdout
+    assert "omni#1" in result.stdout
+    assert "seen" not in result.stdout.partition("hooks may write")[2].partition("With")[0]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,7 @@ def test_wrong_use(arguments: tuple[str, ...], advice: str) -> None:
     [
         ("class Runner(", "cannot import own_runner: SyntaxError: "),
         ("raise RuntimeError('no licence')", "cannot import own_runner: RuntimeError: no licence"),
+        ("import sys; sys.exit(0)", "cannot import own_runner: SystemExit: 0"),
         ("import os\nos.no_such_name", "cannot import own_runner: AttributeError: module 'os' has no"),
         ("", "own_runner has no Runner"),
         ("class Runner: pass", "own_runner:Runner is no V1 model runner of vLLM-Omni: it has no _preprocess"),

@@ -19,7 +19,7 @@ import omni_npu_phase
 from omni_npu_phase import ContractError, mixin, results
 from omni_npu_phase.conformance import driver
 from omni_npu_phase.conformance.judge import judge
-from omni_npu_phase.conformance.model import MARK
+from omni_npu_phase.conformance.model import MARK, RecordingModel
 from omni_npu_phase.conformance.scenarios import BY_ID, Scenario
 from omni_npu_phase.runtimes import UnsupportedRuntimeError
 
@@ -453,6 +453,27 @@ def test_an_output_thread_does_not_join_the_writes_of_a_step(bare: Any) -> None:
         ((_, pieces),) = writes._leaving
         assert [key for piece in pieces for _, key in piece.places] == ["mine"]
     assert bare.model_intermediate_buffer["r1"]["mine"].item() == 1.0
+
+
+def test_what_postprocess_and_payloads_may_not_store(bare: Any) -> None:
+    bare.model.has_preprocess = True
+    bare.model_intermediate_buffer["r1"] = {"_omni_prompt_len": 5}
+    bare._update_intermediate_buffer("r1", {"_omni_prompt_len": 77, "mtp_inputs": (1, 2), "x": 1})
+    assert bare.model_intermediate_buffer["r1"] == {"_omni_prompt_len": 5, "x": 1}
+
+
+def test_a_batched_hook_may_keep_the_ids_of_rows_that_go_to_mtp(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[torch.Tensor, list[int]]] = []
+    original = RecordingModel._preprocess_decode_batch
+
+    def keeping(model: Any, input_ids: torch.Tensor, req_infos: Any) -> Any:
+        kept.append((input_ids, input_ids.tolist()))
+        return original(model, input_ids, req_infos)
+
+    monkeypatch.setattr(RecordingModel, "_preprocess_decode_batch", keeping)
+    _run(mixed, "adjacent-decodes")
+    assert len(kept) > 1
+    assert all(ids.tolist() == as_given for ids, as_given in kept)
 
 
 # Edges that no scenario reaches.

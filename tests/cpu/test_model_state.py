@@ -404,6 +404,25 @@ def test_mrv2_hook_comes_first(mixed_state: type, make_bench: Any) -> None:
     assert _codes(bench, "b") == mtp_codes(_own(bench, "b", 6))
 
 
+def test_five_values_without_mtp_are_what_released_models_return(
+    mixed_state: type, make_bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The released state unpacks five from every batched hook; in strict mode three are wanted (R4)."""
+    original = StateModel._preprocess_decode_batch
+
+    def five(model: Any, input_ids: Any, req_infos: Any) -> Any:
+        ids, embeds, updates = original(model, input_ids, req_infos)
+        return ids, embeds, None, None, updates
+
+    monkeypatch.setattr(StateModel, "_preprocess_decode_batch", five)
+    bench = make_bench(mixed_state, _PAIR, mtp=False)
+    given = _take(bench, _PAIR)
+    assert given.embeds[0] == embedding(_own(bench, _PAIR[0].request, _PAIR[0].computed), batched=True)
+    strict = make_bench(type("Strict", (mixed_state,), {"phase_mode": "strict"}), _PAIR, mtp=False)
+    with pytest.raises(ContractError, match="expected 3 values"):
+        _take(strict, _PAIR)
+
+
 @pytest.mark.usefixtures("mrv2_hooks")
 @pytest.mark.parametrize("ids", ["same", "new"])
 def test_mrv2_hook_takes_scattered_decode_rows_at_once(mixed_state: type, make_bench: Any, ids: Any) -> None:

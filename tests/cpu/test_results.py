@@ -50,6 +50,12 @@ def test_mtp_inputs_of_a_row_that_is_not_eligible() -> None:
     assert _scalar((IDS, torch.zeros(1, WIDTH), _pair(WIDTH)), mtp_width=None).mtp_inputs is None
 
 
+def test_mtp_inputs_that_are_none_are_missing() -> None:
+    assert _scalar((IDS, torch.zeros(1, WIDTH), {MTP_INPUTS: None})).mtp_inputs is None
+    with pytest.raises(ContractError, match="E7"):
+        _scalar((IDS, torch.zeros(1, WIDTH), {MTP_INPUTS: None}), mode="strict")
+
+
 @pytest.mark.parametrize(
     ("updates", "expected"),
     [

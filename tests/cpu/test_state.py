@@ -111,17 +111,18 @@ def test_none_overwrites() -> None:
     assert runner.model_intermediate_buffer["a"] == {"x": None, "meta": {"y": None, "z": 1}}
 
 
-def test_stored_tensors_that_come_back_stay_the_same_objects() -> None:
+def test_stored_tensors_that_come_back_are_copied_like_any_other() -> None:
+    """A hook may have put its own tensor into its live buffer, and will fill it again."""
     runner = _runner()
     _store(runner, [{"x": torch.ones(1), "many": [torch.ones(1), 2], "codes": {"audio": torch.ones(2)}}])
     info = runner.model_intermediate_buffer["a"]
-    x, first, audio = info["x"], info["many"][0], info["codes"]["audio"]
+    own = info["x"], info["many"][0], info["codes"]["audio"]
     # As Covo, MiMo and Voxtral do: the whole dictionary, once as a copy and once the live buffer itself.
     _store(runner, [{**info}, info])
     assert info is runner.model_intermediate_buffer["a"]
-    assert info["x"] is x
-    assert info["many"][0] is first
-    assert info["codes"]["audio"] is audio
+    for tensor in own:
+        tensor.zero_()
+    assert sorted(tensor.tolist() for tensor in _tensors(info)) == [[1], [1], [1, 1]]
 
 
 def test_list_items_are_kept_by_position() -> None:
@@ -213,7 +214,7 @@ def test_device_tensor_that_is_stored_leaves_unless_it_is_resident() -> None:
     writes.finish()
     info = runner.model_intermediate_buffer["a"]
     assert info["x"].device == CPU
-    assert info["codes"]["audio"] is resident
+    assert (info["codes"]["audio"].device.type, info["codes"]["audio"] is resident) == ("meta", False)
 
 
 def test_what_leaves_the_device_is_there_for_later_hooks_of_the_step() -> None:
@@ -310,6 +311,18 @@ def test_codes_and_marks_reach_each_request(resident: bool) -> None:
         assert bool(info["meta"]["valid"]) is valid
         assert runner.requests[request].additional_information_cpu is info
     assert runner.model_intermediate_buffer["a"]["codes"]["other"] == 1
+
+
+@pytest.mark.parametrize("mark_resident", [True, False])
+def test_a_mark_stays_on_the_device_if_its_own_key_is_resident(mark_resident: bool) -> None:
+    runner, mark = _runner(), ("meta", "valid")
+    runner.model.gpu_resident_buffer_keys = {mark} if mark_resident else set()
+    writes = StateWrites(runner, _Elsewhere())
+    writes.store_codes(["a"], ("codes", "elsewhere"), _on_device(1, 2), {mark: _on_device(1)})
+    writes.finish()
+    info = runner.model_intermediate_buffer["a"]
+    assert info["codes"]["elsewhere"].device == CPU
+    assert info["meta"]["valid"].device.type == ("meta" if mark_resident else "cpu")
 
 
 @pytest.mark.parametrize("resident", [True, False])
