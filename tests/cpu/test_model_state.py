@@ -418,7 +418,7 @@ def test_five_values_without_mtp_are_what_released_models_return(
     bench = make_bench(mixed_state, _PAIR, mtp=False)
     given = _take(bench, _PAIR)
     assert given.embeds[0] == embedding(_own(bench, _PAIR[0].request, _PAIR[0].computed), batched=True)
-    strict = make_bench(type("Strict", (mixed_state,), {"phase_mode": "strict"}), _PAIR, mtp=False)
+    strict = make_bench(mixed_state, _PAIR, mtp=False, mode="strict")
     with pytest.raises(ContractError, match="expected 3 values"):
         _take(strict, _PAIR)
 
