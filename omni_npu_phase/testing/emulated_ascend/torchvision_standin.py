@@ -8,13 +8,11 @@ crashes there.
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import sys
-from types import ModuleType
-from typing import NoReturn
 
 from omni_npu_phase.testing.emulated_ascend.errors import EmulationError
+from omni_npu_phase.testing.standins import StandInModule, stand_in
 
 _MODULES = (
     "torchvision",
@@ -22,13 +20,6 @@ _MODULES = (
     "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",  # transformers' image_processing_qwen2_vl, video_processing_qwen2_vl
 )
-
-
-class StandInModule(ModuleType):
-    """A module that says it is a stand-in when a name is missing from it."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"the torchvision stand-in has no {self.__name__}.{name}; install torchvision to use it")
 
 
 def install() -> None:
@@ -49,11 +40,4 @@ def install() -> None:
     )
 
     is_torchvision_available()
-    for name in _MODULES:
-        module = StandInModule(name, __doc__)
-        module.__path__ = []
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    stand_in(*_MODULES)
