@@ -38,8 +38,8 @@ _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tts_pad>", "<tts_t
 _QUERY_KEY_NORM = 1.5
 _EMBEDDING = 0.1
 _LAYER_SCALE = 0.1
-_LAST_CONVOLUTION = 0.3
-_LAST_BIAS = 0.0
+_LAST_CONVOLUTION = 0.0075
+_LAST_BIAS = 0.01
 
 
 def cached() -> Path:

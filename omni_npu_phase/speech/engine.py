@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine, in processes of its own: vLLM-Omni's offline entry point with the whole pipeline.
+
+:func:`run` starts ``python -m omni_npu_phase.speech.engine`` and returns what it heard; nothing of the engine is left
+when it returns, whatever happened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_npu_phase.platform import PLATFORM_VARIABLE
+from omni_npu_phase.speech import observe
+from omni_npu_phase.speech.observe import Row
+from omni_npu_phase.speech.prompts import Prompt
+
+Device = Literal["cpu", "cuda", "npu"]
+
+START_SECONDS = 600
+"""A published model on a busy machine takes minutes to load."""
+REQUEST_SECONDS = 600
+
+
+class EngineError(Exception):
+    """The engine could not do its work; the message is one line, ``log`` is what it wrote."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How to make an engine, and what it is to say, one prompt after the other."""
+
+    name: str
+    model: str
+    device: Device
+    prompts: tuple[Prompt, ...]
+    max_model_len: int
+    """Tokens of the longest request of the talker, prompt and frames."""
+    max_tokens: int
+    budget: int | None
+    """Tokens a step; None for chunking switched off."""
+
+
+@dataclass(slots=True)
+class Speech:
+    """What one prompt sounded like."""
+
+    audio: npt.NDArray[np.float32]
+    """Shape (samples,), in -1 to 1."""
+    sample_rate: int
+    first_audio_seconds: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class EngineRun:
+    """What an engine did: ``speeches`` in the order of its prompts, ``ranks`` the rows that each process saw."""
+
+    speeches: list[Speech]
+    ranks: list[list[Row]]
+    start_seconds: float
+    packages: dict[str, str] = field(default_factory=dict)
+    runner: str = ""
+
+
+def run(spec: EngineSpec, advance: Callable[[str], None] = lambda _: None) -> EngineRun:
+    """Start an engine, let it speak, stop it. Raises :class:`EngineError`."""
+    with tempfile.TemporaryDirectory(prefix="omni-npu-phase-") as scratch:
+        folder = Path(scratch)
+        (folder / "spec.json").write_text(json.dumps(asdict(spec)), encoding="utf-8")
+        log = folder / "engine.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "omni_npu_phase.speech.engine", scratch],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env={**os.environ, **_environment(spec.device), observe.OBSERVE_VARIABLE: scratch},
+                # A group of its own, so that every process of the engine can be ended.
+                start_new_session=True,
+                text=True,
+            )
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    advance(line.strip())
+                status = process.wait()
+            finally:
+                _end_group(process)
+        if status != 0:
+            written = log.read_text(encoding="utf-8", errors="replace")
+            raise EngineError(f"the {spec.name} engine failed: {_reason(folder, written)}", written)
+        return _read(folder)
+
+
+def _environment(device: Device) -> Mapping[str, str]:
+    common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    common["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+    if device == "cpu":
+        # One thread a process: the sum of a row must not depend on how many cores are free.
+        return {**common, PLATFORM_VARIABLE: "cpu", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if device == "cuda":
+        return {**common, "VLLM_BATCH_INVARIANT": "1"}
+    return common
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        deadline = time.monotonic() + 10
+        while _group_lives(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _reason(folder: Path, log: str) -> str:
+    file = folder / "error.txt"
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    # It died without a word of its own: the last error it logged says most.
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["it wrote nothing"])[-1]
+
+
+def _read(folder: Path) -> EngineRun:
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    speeches = [
+        Speech(np.load(folder / f"speech-{index}.npy"), **heard) for index, heard in enumerate(result.pop("speeches"))
+    ]
+    return EngineRun(speeches, observe.read(folder), **result)
+
+
+# What follows runs in the engine's first process.
+
+
+def main(folder: Path) -> None:
+    """Make the engine that ``folder`` describes and write what it says into it."""
+    raw = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
+    spec = EngineSpec(**{**raw, "prompts": tuple(Prompt(**prompt) for prompt in raw["prompts"])})
+    began = time.perf_counter()
+    _say("importing vLLM-Omni")
+    from vllm_omni import Omni
+
+    deploy = folder / "deploy.json"
+    deploy.write_text(json.dumps(_deploy(spec)), encoding="utf-8")
+    _say("starting")
+    engine = Omni(
+        model=spec.model, deploy_config=str(deploy), stage_init_timeout=START_SECONDS, init_timeout=START_SECONDS
+    )
+    started = time.perf_counter() - began
+    speeches = []
+    try:
+        for index, prompt in enumerate(spec.prompts):
+            _say(f"speaking {index + 1} of {len(spec.prompts)}")
+            speech = _speak(engine, spec, prompt)
+            np.save(folder / f"speech-{index}.npy", speech.audio)
+            speeches.append({key: getattr(speech, key) for key in ("sample_rate", "first_audio_seconds", "seconds")})
+    finally:
+        _say("stopping")
+        engine.close()
+    result = {"speeches": speeches, "start_seconds": started}
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _say(text: str) -> None:
+    os.write(_REPORT, f"{text}\n".encode())
+
+
+def _deploy(spec: EngineSpec) -> dict[str, Any]:
+    """The released deploy file of the pipeline, with what makes runs comparable."""
+    import vllm_omni.deploy
+
+    stages: list[dict[str, Any]] = [
+        {
+            "stage_id": 0,
+            "max_num_seqs": 1,
+            "max_model_len": spec.max_model_len,
+            "max_num_batched_tokens": spec.budget or spec.max_model_len,
+            "enable_chunked_prefill": spec.budget is not None,
+            # The observer sees no replayed graph.
+            "enforce_eager": True,
+            "default_sampling_params": {"temperature": 0.0, "max_tokens": spec.max_tokens},
+            "subtalker_sampling_params": {"do_sample": False},
+        },
+        {"stage_id": 1, "max_num_seqs": 1, "enforce_eager": True, "dtype": "float32"},
+    ]
+    deploy = {"base_config": str(Path(vllm_omni.deploy.__path__[0], "qwen3_tts.yaml")), "stages": stages}
+    if spec.device == "cpu":
+        deploy["model_runner"] = "v1"
+        for stage in stages:
+            # Given, because vLLM would otherwise run the model to find out what is left of the machine.
+            stage.update(kv_cache_memory_bytes=_kv_bytes(spec), block_size=32, gpu_memory_utilization=0.1)
+        stages[1].update(max_num_batched_tokens=8192, max_model_len=8192)
+    return deploy
+
+
+def _kv_bytes(spec: EngineSpec) -> int:
+    talker = json.loads(Path(spec.model, "config.json").read_text(encoding="utf-8"))["talker_config"]
+    keys_and_values = 2 * talker["num_hidden_layers"] * talker["num_key_value_heads"] * talker["head_dim"]
+    return max(64 << 20, 2 * 2 * keys_and_values * spec.max_model_len)
+
+
+def _speak(engine: Any, spec: EngineSpec, prompt: Prompt) -> Speech:
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = [parameters.clone() for parameters in engine.default_sampling_params_list]
+    # Audio as it is made, to see when the first of it comes.
+    sampling[-1].output_kind = RequestOutputKind.DELTA
+    request = {
+        "prompt_token_ids": [1] * prompt.length(Path(spec.model)),
+        "additional_information": prompt.information,
+    }
+    began = time.perf_counter()
+    first = None
+    rate = 0
+    pieces: list[npt.NDArray[np.float32]] = []
+    for output in engine.generate([request], sampling, py_generator=True, use_tqdm=False):
+        heard = dict(output.multimodal_output or {})
+        for piece in _tensors(heard.get("audio", heard.get("model_outputs"))):
+            pieces.append(piece.detach().float().cpu().numpy().reshape(-1))
+        if pieces and first is None:
+            first = time.perf_counter() - began
+        for value in _tensors(heard.get("sr")):
+            rate = int(value)
+    audio = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+    return Speech(audio, rate, first or 0.0, time.perf_counter() - began)
+
+
+def _tensors(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    return value if isinstance(value, list) else (value,)
+
+
+if __name__ == "__main__":
+    # Standard output is for the reports to the parent; what the engine prints goes to the log.
+    _REPORT = os.dup(1)
+    os.dup2(2, 1)
+    scratch = Path(sys.argv[1])
+    try:
+        main(scratch)
+    except Exception as error:
+        (scratch / "error.txt").write_text(f"{type(error).__name__}: {str(error).splitlines()[0]}", encoding="utf-8")
+        raise

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask every process of an engine to record what passes the talker's boundary, and read the records.
+
+Nothing is recorded unless OMNI_NPU_PHASE_OBSERVE names a folder. Then vLLM's model registry gives
+:class:`~omni_npu_phase.speech.observed_talker.ObservedTalker` for the talker: the released model, whose methods run
+unchanged and are written down. Each process writes one file, one line a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omni_npu_phase import contract
+
+OBSERVE_VARIABLE = "OMNI_NPU_PHASE_OBSERVE"
+ARCHITECTURE = "Qwen3TTSTalkerForConditionalGeneration"
+
+
+def install() -> None:
+    """Entry point of vLLM's group ``vllm.general_plugins``."""
+    if os.environ.get(OBSERVE_VARIABLE):
+        from vllm_omni.model_executor.models.registry import OmniModelRegistry
+
+        OmniModelRegistry.register_model(ARCHITECTURE, "omni_npu_phase.speech.observed_talker:ObservedTalker")
+
+
+@dataclass(slots=True)
+class Row:
+    """One request in one step, as the model saw it."""
+
+    request: str
+    step: int
+    hook: str
+    span: int
+    told: dict[str, Any]
+    """The runner-owned fields that the hook was given, None where one was missing."""
+    unchanged: bool
+    """Whether the hook's embeddings are what the forward pass got."""
+    codes: list[int] | None
+    """The frame that MTP made from this row."""
+    seen_by_mtp: bool
+    """Whether MTP made a frame from this row, or was given its embedding."""
+    computed: int = 0
+    """Progress before the step: what this request was scheduled in earlier steps. Added up here, not told."""
+    prompt_len: int = 0
+    seconds: float = 0.0
+    """When the forward pass began, since the process started to record."""
+
+    @property
+    def prefill(self) -> bool:
+        return bool(contract.is_prefill(self.prompt_len, self.computed))
+
+    @property
+    def tail(self) -> bool:
+        """A one-token last chunk of a longer prompt."""
+        return self.span == 1 and 0 < self.computed == self.prompt_len - 1
+
+    @property
+    def crosses(self) -> bool:
+        return self.prefill and self.computed + self.span > self.prompt_len
+
+
+@dataclass(slots=True)
+class Request:
+    """What was recorded of one request."""
+
+    prompt_len: int
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def codes(self) -> list[list[int]]:
+        """Frames in order, each one code a codebook."""
+        return [row.codes for row in self.rows if row.codes is not None]
+
+    @property
+    def tails(self) -> list[Row]:
+        return [row for row in self.rows if row.tail]
+
+
+def read(folder: Path) -> list[list[Row]]:
+    """The rows in ``folder`` in order, one list for each process that recorded: one for every rank."""
+    return [list(_rows(file)) for file in sorted(folder.glob("talker-*.jsonl"))]
+
+
+def _rows(file: Path) -> Iterator[Row]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        step = json.loads(line)
+        for row in step["rows"]:
+            yield Row(step=step["step"], seconds=step["seconds"], **row)
+
+
+def by_request(rows: list[Row], prompt_lens: list[int]) -> list[Request]:
+    """Rows by request, in the order in which requests first appear; ``prompt_lens`` in the same order.
+
+    Raises ValueError where the number of requests differs.
+    """
+    requests: dict[str, Request] = {}
+    lengths = iter(prompt_lens)
+    for row in rows:
+        request = requests.get(row.request)
+        if request is None:
+            request = requests[row.request] = Request(next(lengths, 0))
+        row.prompt_len = request.prompt_len
+        row.computed = sum(earlier.span for earlier in request.rows)
+        request.rows.append(row)
+    if len(requests) != len(prompt_lens):
+        raise ValueError(f"{len(prompt_lens)} requests were sent, the model saw {len(requests)}")
+    return list(requests.values())

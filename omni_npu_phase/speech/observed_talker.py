@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The released Qwen3-TTS talker, with what passes its boundary written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker import Qwen3TTSTalkerForConditionalGeneration
+
+from omni_npu_phase import contract, routing
+from omni_npu_phase.speech.observe import OBSERVE_VARIABLE
+
+
+class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[misc]
+    """Calls the released methods and returns what they return. A step ends with its forward pass.
+
+    It sees what the runner passes it, on any device and under either model runner, as long as the forward pass is not
+    a replayed graph: engines that are observed run eagerly.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._file = Path(os.environ[OBSERVE_VARIABLE], f"talker-{os.getpid()}.jsonl")
+        self._began = time.perf_counter()
+        self._step = 0
+        self._rows: list[dict[str, Any]] = []
+        self._embeds: list[torch.Tensor | None] = []
+        self._mtp_embeds: torch.Tensor | None = None
+        self._frames: list[list[int]] = []
+
+    def preprocess(self, input_ids: torch.Tensor, input_embeds: torch.Tensor | None, **info: Any) -> Any:
+        result = super().preprocess(input_ids, input_embeds, **info)
+        self._note(routing.SCALAR_HOOK, info, int(input_ids.shape[0]), result[1])
+        return result
+
+    def preprocess_decode_batch(self, *, input_ids: torch.Tensor, req_infos: list[dict[str, Any]], **more: Any) -> Any:
+        result = super().preprocess_decode_batch(input_ids=input_ids, req_infos=req_infos, **more)
+        for info in req_infos:
+            self._note(routing.BATCHED_HOOK, info, 1, None)
+        return result
+
+    def talker_mtp(self, input_ids: torch.Tensor, input_embeds: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = input_embeds.detach().clone()
+        embeds, codes = super().talker_mtp(input_ids, input_embeds, *args, **kwargs)
+        self._mtp_embeds, self._frames = given, codes.tolist()
+        return embeds, codes
+
+    # Model Runner V2's name for it.
+    mtp = talker_mtp
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **more: Any,
+    ) -> Any:
+        if self._rows:
+            self._write_step(inputs_embeds)
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **more)
+
+    def _note(self, hook: str, info: dict[str, Any], span: int, embeds: torch.Tensor | None) -> None:
+        if not self._rows:
+            # What warm-up calls left.
+            self._mtp_embeds, self._frames = None, []
+        told = {name: info.get(name) for name in contract.FIELDS}
+        self._rows.append({"request": info.get("request_id", info.get("req_id")), "hook": hook, "span": span, "told": told})
+        self._embeds.append(None if embeds is None else embeds.detach().clone())
+
+    def _write_step(self, inputs_embeds: torch.Tensor | None) -> None:
+        frames = iter(self._frames)
+        offset = 0
+        for row, embeds in zip(self._rows, self._embeds, strict=True):
+            end = offset + row["span"]
+            # MTP replaces the embedding of a row that it serves; there is nothing to compare then.
+            row["unchanged"] = (
+                embeds is not None
+                and inputs_embeds is not None
+                and torch.equal(inputs_embeds[offset:end], embeds.to(inputs_embeds))
+            )
+            decode = row["span"] == 1 and row["told"][contract.IS_PREFILL] is False
+            row["codes"] = next(frames, None) if decode else None
+            row["seen_by_mtp"] = row["codes"] is not None or self._given_to_mtp(embeds)
+            offset = end
+        line = {"step": self._step, "seconds": time.perf_counter() - self._began, "rows": self._rows}
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._step += 1
+        self._rows, self._embeds = [], []
+
+    def _given_to_mtp(self, embeds: torch.Tensor | None) -> bool:
+        if embeds is None or self._mtp_embeds is None:
+            return False
+        width = embeds.shape[-1]
+        given = self._mtp_embeds.reshape(-1, 1, width)
+        return bool((given == embeds.reshape(1, -1, width).to(given)).all(-1).any())
