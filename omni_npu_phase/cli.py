@@ -57,6 +57,18 @@ class DeviceOption(str, Enum):
     emulated = "emulated"
 
 
+class SpeechDeviceOption(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
+
+
+class SpeechFormatOption(str, Enum):
+    table = "table"
+    json = "json"
+    markdown = "markdown"
+
+
 class FormatOption(str, Enum):
     table = "table"
     json = "json"
@@ -215,6 +227,82 @@ def doctor(
             table.add_row(what, _escape(found))
         _write([table], None)
     raise typer.Exit(report.exit_status)
+
+
+@app.command(
+    epilog="Exit status: 0 the runs speak the same; 1 they do not, or nothing was proven; 2 the run was impossible, with "
+    "the reason. The report, the audio and a picture are in the output folder."
+)
+def validate(
+    model: Annotated[
+        str, typer.Option(metavar="DIR|tiny", help="A Qwen3-TTS CustomVoice checkpoint; tiny is made when first used.")
+    ] = "tiny",
+    device: Annotated[SpeechDeviceOption, typer.Option(help="Where the engines run.")] = SpeechDeviceOption.cpu,
+    text: Annotated[
+        list[str] | None, typer.Option(help="What to say; may be repeated. [default: two short sentences]")
+    ] = None,
+    speaker: Annotated[str | None, typer.Option(help="A voice. [default: the checkpoint's first]")] = None,
+    language: Annotated[str | None, typer.Option(help="[default: english, or the checkpoint's first]")] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens a step. [default: for each prompt one that leaves a one-token tail]"),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Of each text: its frames and one more.")] = 40,
+    report_format: Annotated[SpeechFormatOption, typer.Option("--format", help="What to print.")] = (
+        SpeechFormatOption.table
+    ),
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where reports, audio and the picture go.")] = Path(
+        "speech-report"
+    ),
+    debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
+) -> None:
+    """Speak texts with and without chunked prefill, in engines of their own, and compare codes and audio.
+
+    The engines are vLLM-Omni's own, with the phase contract in their runners; every prompt must leave a one-token
+    prefill tail when it is chunked, or nothing was proven.
+    """
+    try:
+        from omni_npu_phase.speech import report as speech_reports
+        from omni_npu_phase.speech.engine import EngineError
+        from omni_npu_phase.speech.validate import TEXTS, BadInputError, Options
+        from omni_npu_phase.speech.validate import validate as run
+        from omni_npu_phase.testing import tiny_qwen3_tts
+    except ImportError as error:
+        if error.name not in ("matplotlib", "psutil"):
+            raise
+        _stop(f"validate needs {error.name}; pip install 'omni-npu-phase[speech]'")
+    with _progress() as say:
+        try:
+            if model == "tiny":
+                say("the tiny checkpoint")
+            folder = tiny_qwen3_tts.cached() if model == "tiny" else Path(model)
+            texts = tuple(text) if text else TEXTS
+            options = Options(folder, output, device.value, texts, speaker, language, budget, max_tokens)
+            report = run(options, say)
+        except (BadInputError, EngineError, RuntimeError) as error:
+            if debug:
+                sys.stderr.write(getattr(error, "log", ""))
+            _stop(str(error))
+    if report_format is SpeechFormatOption.table:
+        _write(_speech_table(speech_reports, report), None)
+    else:
+        _write_text(report.to_json() if report_format is SpeechFormatOption.json else report.to_markdown(), None)
+    if report.verdict != "equal":
+        raise typer.Exit(FAILED)
+
+
+def _speech_table(speech_reports: Any, report: Any) -> list[Table | str]:
+    table = Table()
+    for header in speech_reports.COLUMNS:
+        table.add_column(header, overflow="fold")
+    for comparison in report.comparisons:
+        table.add_row(*(_escape(cell) for cell in speech_reports.comparison_row(comparison)))
+    parts: list[Table | str] = [table, _escape(report.summary())]
+    difference = report.first_difference()
+    if difference is not None:
+        parts += [_escape(f"First difference: {speech_reports.difference_text(difference)}")]
+        parts += [_escape(row) for row in difference["rows"]]
+    return parts
 
 
 def _chosen_scenarios(ids: Sequence[str] | None) -> tuple[Scenario, ...]:

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from omni_npu_phase.platform import PLATFORM_VARIABLE
+from omni_npu_phase.results import MODE_VARIABLE
 from omni_npu_phase.speech import observe
-from omni_npu_phase.speech.observe import Row
+from omni_npu_phase.speech.observe import Request, Row
 from omni_npu_phase.speech.prompts import Prompt
 
 Device = Literal["cpu", "cuda", "npu"]
@@ -51,8 +55,6 @@ class EngineSpec:
     model: str
     device: Device
     prompts: tuple[Prompt, ...]
-    max_model_len: int
-    """Tokens of the longest request of the talker, prompt and frames."""
     max_tokens: int
     budget: int | None
     """Tokens a step; None for chunking switched off."""
@@ -75,13 +77,29 @@ class EngineRun:
 
     speeches: list[Speech]
     ranks: list[list[Row]]
+    prompt_lens: list[int]
     start_seconds: float
-    packages: dict[str, str] = field(default_factory=dict)
-    runner: str = ""
+
+    @property
+    def requests(self) -> list[Request]:
+        """What the first rank saw of each prompt. Raises ValueError where the talker was not observed."""
+        return observe.by_request(self.ranks[0] if self.ranks else [], self.prompt_lens)
 
 
-def run(spec: EngineSpec, advance: Callable[[str], None] = lambda _: None) -> EngineRun:
-    """Start an engine, let it speak, stop it. Raises :class:`EngineError`."""
+def _accept(_: list[int]) -> None:
+    pass
+
+
+def run(
+    spec: EngineSpec,
+    advance: Callable[[str], None] = lambda _: None,
+    accept: Callable[[list[int]], None] = _accept,
+) -> EngineRun:
+    """Start an engine, let it speak, stop it.
+
+    ``advance`` hears what it is doing; ``accept`` gets the prompts' lengths before anything is loaded, and may raise.
+    Raises :class:`EngineError`.
+    """
     with tempfile.TemporaryDirectory(prefix="omni-npu-phase-") as scratch:
         folder = Path(scratch)
         (folder / "spec.json").write_text(json.dumps(asdict(spec)), encoding="utf-8")
@@ -89,7 +107,8 @@ def run(spec: EngineSpec, advance: Callable[[str], None] = lambda _: None) -> En
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "omni_npu_phase.speech.engine", scratch],
-                stdin=subprocess.DEVNULL,
+                # It ends itself when this closes, should this process die without a word.
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
                 env={**os.environ, **_environment(spec.device), observe.OBSERVE_VARIABLE: scratch},
@@ -100,54 +119,71 @@ def run(spec: EngineSpec, advance: Callable[[str], None] = lambda _: None) -> En
             try:
                 assert process.stdout is not None
                 for line in process.stdout:
-                    advance(line.strip())
+                    said = json.loads(line)
+                    if isinstance(said, str):
+                        advance(said)
+                    else:
+                        accept(said)
                 status = process.wait()
             finally:
                 _end_group(process)
         if status != 0:
             written = log.read_text(encoding="utf-8", errors="replace")
-            raise EngineError(f"the {spec.name} engine failed: {_reason(folder, written)}", written)
+            raise EngineError(f"the {spec.name} engine failed: {_reason(written)}", written)
         return _read(folder)
 
 
 def _environment(device: Device) -> Mapping[str, str]:
-    common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    common["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
-    if device == "cpu":
-        # One thread a process: the sum of a row must not depend on how many cores are free.
-        return {**common, PLATFORM_VARIABLE: "cpu", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    common = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_NO_USAGE_STATS": "1",
+        # A runner that the mixin does not know is an error here, not a run without it.
+        MODE_VARIABLE: os.environ.get(MODE_VARIABLE, "strict"),
+    }
     if device == "cuda":
         return {**common, "VLLM_BATCH_INVARIANT": "1"}
+    if device == "cpu":
+        return {
+            **common,
+            PLATFORM_VARIABLE: "cpu",
+            # One thread a process: how a sum is split must not depend on the cores that are there.
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # The worker in its stage's process: starting takes half the time.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
     return common
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
+    """End every process of the engine, politely first."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
         deadline = time.monotonic() + 10
-        while _group_lives(process.pid) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            process.poll()
+            if not _living(process.pid):
+                return
             time.sleep(0.05)
 
 
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _living(group: int) -> bool:
+    for process in psutil.process_iter(["status"]):
+        # A dead process whose parent does not ask for it stays in the table.
+        if process.info["status"] != psutil.STATUS_ZOMBIE:
+            with suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == group:
+                    return True
+    return False
 
 
-def _reason(folder: Path, log: str) -> str:
-    file = folder / "error.txt"
-    if file.is_file():
-        return file.read_text(encoding="utf-8").strip()
-    # It died without a word of its own: the last error it logged says most.
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["it wrote nothing"])[-1]
+def _reason(log: str) -> str:
+    # The first error says more than those that follow from it.
+    errors = re.findall(r"\b\w+Error: .*", log)
+    return str(errors[0]).strip() if errors else "it ended without an error message"
 
 
 def _read(folder: Path) -> EngineRun:
@@ -169,8 +205,10 @@ def main(folder: Path) -> None:
     _say("importing vLLM-Omni")
     from vllm_omni import Omni
 
+    prompt_lens = [prompt.length(Path(spec.model)) for prompt in spec.prompts]
+    _say(prompt_lens)
     deploy = folder / "deploy.json"
-    deploy.write_text(json.dumps(_deploy(spec)), encoding="utf-8")
+    deploy.write_text(json.dumps(_deploy(spec, max(prompt_lens) + spec.max_tokens + 1)), encoding="utf-8")
     _say("starting")
     engine = Omni(
         model=spec.model, deploy_config=str(deploy), stage_init_timeout=START_SECONDS, init_timeout=START_SECONDS
@@ -178,32 +216,40 @@ def main(folder: Path) -> None:
     started = time.perf_counter() - began
     speeches = []
     try:
-        for index, prompt in enumerate(spec.prompts):
+        for index, (prompt, length) in enumerate(zip(spec.prompts, prompt_lens, strict=True)):
             _say(f"speaking {index + 1} of {len(spec.prompts)}")
-            speech = _speak(engine, spec, prompt)
+            speech = _speak(engine, prompt, length)
             np.save(folder / f"speech-{index}.npy", speech.audio)
             speeches.append({key: getattr(speech, key) for key in ("sample_rate", "first_audio_seconds", "seconds")})
     finally:
         _say("stopping")
         engine.close()
-    result = {"speeches": speeches, "start_seconds": started}
+    result = {"speeches": speeches, "prompt_lens": prompt_lens, "start_seconds": started}
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-def _say(text: str) -> None:
-    os.write(_REPORT, f"{text}\n".encode())
+def _say(what: str | list[int]) -> None:
+    os.write(_PARENT, f"{json.dumps(what)}\n".encode())
 
 
-def _deploy(spec: EngineSpec) -> dict[str, Any]:
-    """The released deploy file of the pipeline, with what makes runs comparable."""
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _deploy(spec: EngineSpec, max_model_len: int) -> dict[str, Any]:
+    """The released deploy file of the pipeline, with what makes runs comparable.
+
+    ``max_model_len``: tokens of the talker's longest request, prompt and frames.
+    """
     import vllm_omni.deploy
 
     stages: list[dict[str, Any]] = [
         {
             "stage_id": 0,
             "max_num_seqs": 1,
-            "max_model_len": spec.max_model_len,
-            "max_num_batched_tokens": spec.budget or spec.max_model_len,
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": spec.budget or max_model_len,
             "enable_chunked_prefill": spec.budget is not None,
             # The observer sees no replayed graph.
             "enforce_eager": True,
@@ -217,27 +263,24 @@ def _deploy(spec: EngineSpec) -> dict[str, Any]:
         deploy["model_runner"] = "v1"
         for stage in stages:
             # Given, because vLLM would otherwise run the model to find out what is left of the machine.
-            stage.update(kv_cache_memory_bytes=_kv_bytes(spec), block_size=32, gpu_memory_utilization=0.1)
+            stage.update(kv_cache_memory_bytes=_kv_bytes(spec.model, max_model_len), block_size=32, gpu_memory_utilization=0.1)
         stages[1].update(max_num_batched_tokens=8192, max_model_len=8192)
     return deploy
 
 
-def _kv_bytes(spec: EngineSpec) -> int:
-    talker = json.loads(Path(spec.model, "config.json").read_text(encoding="utf-8"))["talker_config"]
+def _kv_bytes(model: str, tokens: int) -> int:
+    talker = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))["talker_config"]
     keys_and_values = 2 * talker["num_hidden_layers"] * talker["num_key_value_heads"] * talker["head_dim"]
-    return max(64 << 20, 2 * 2 * keys_and_values * spec.max_model_len)
+    return max(64 << 20, 2 * 2 * keys_and_values * tokens)
 
 
-def _speak(engine: Any, spec: EngineSpec, prompt: Prompt) -> Speech:
+def _speak(engine: Any, prompt: Prompt, length: int) -> Speech:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = [parameters.clone() for parameters in engine.default_sampling_params_list]
     # Audio as it is made, to see when the first of it comes.
     sampling[-1].output_kind = RequestOutputKind.DELTA
-    request = {
-        "prompt_token_ids": [1] * prompt.length(Path(spec.model)),
-        "additional_information": prompt.information,
-    }
+    request = {"prompt_token_ids": [1] * length, "additional_information": prompt.information}
     began = time.perf_counter()
     first = None
     rate = 0
@@ -261,12 +304,8 @@ def _tensors(value: Any) -> Sequence[Any]:
 
 
 if __name__ == "__main__":
-    # Standard output is for the reports to the parent; what the engine prints goes to the log.
-    _REPORT = os.dup(1)
+    # Standard output is the parent's; what the engine prints goes to the log.
+    _PARENT = os.dup(1)
     os.dup2(2, 1)
-    scratch = Path(sys.argv[1])
-    try:
-        main(scratch)
-    except Exception as error:
-        (scratch / "error.txt").write_text(f"{type(error).__name__}: {str(error).splitlines()[0]}", encoding="utf-8")
-        raise
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    main(Path(sys.argv[1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen3-TTS CustomVoice checkpoint: the real architecture and special token ids, random weights, 5 MB.
+"""A tiny Qwen3-TTS CustomVoice checkpoint: the real architecture and special token ids, random weights, 4 MB.
 
 It is no voice. It is made so that faults show: codes depend on the whole prompt and on every earlier frame, and the
 audio is audible, so that it differs where codes differ. ``tests/cpu/test_tiny_qwen3_tts.py`` states what it must keep.
@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from math import ceil, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from omni_npu_phase.platform import PLATFORM_VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -43,21 +47,35 @@ _LAST_BIAS = 0.01
 
 
 def cached() -> Path:
-    """The checkpoint's folder, made on first use: in OMNI_NPU_PHASE_CACHE, or the user's cache folder."""
+    """The checkpoint's folder, made on first use: in OMNI_NPU_PHASE_CACHE, or the user's cache folder.
+
+    Raises RuntimeError with the reason where it cannot be made. The work is done in another process, which needs
+    vLLM-Omni on this package's CPU platform; the caller's process stays as it is.
+    """
     cache = os.environ.get("OMNI_NPU_PHASE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     # What it is made from is part of its name: another maker makes another checkpoint.
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     folder = Path(cache, "omni-npu-phase", f"tiny-qwen3-tts-{recipe}")
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            make(Path(scratch, folder.name))
-            try:
-                Path(scratch, folder.name).rename(folder)
-            except OSError:
-                # Another process was faster, and made the same.
-                if not folder.is_dir():
-                    raise
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch, folder.name)
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(made)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, PLATFORM_VARIABLE: "cpu"},
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"the tiny checkpoint cannot be made: {done.stderr.strip().splitlines()[-1]}")
+        try:
+            made.rename(folder)
+        except OSError:
+            # Another process was faster, and made the same.
+            if not folder.is_dir():
+                raise
     return folder
 
 
@@ -327,3 +345,7 @@ def _codec_weight(random: np.random.Generator, name: str, initial: torch.Tensor)
     if name.endswith("gamma") or "layer_scale" in name:
         return value.fill_(_LAYER_SCALE)
     return value
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

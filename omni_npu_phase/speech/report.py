@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a chunked and an unchunked run have to show, and the report of it as JSON, markdown or text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from omni_npu_phase import contract
+from omni_npu_phase.speech.engine import Speech
+from omni_npu_phase.speech.observe import Request, Row
+from omni_npu_phase.speech.prompts import Prompt
+
+SCHEMA = "omni-npu-phase/validate/1"
+AUDIO_TOLERANCE = 1e-3
+"""Largest difference of two samples, of a full scale of 1: 60 dB below it. The codec adds up in another order when it
+gets frames in other groups, which was seen to make 3e-5; a wrong code makes more than 0.1."""
+AUDIBLE = 1e-3
+"""Least standard deviation of audio that is not silence."""
+HISTORY = 3
+"""Rows shown before and after a difference."""
+
+Verdict = Literal["equal", "different", "proves nothing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt in both runs."""
+
+    prompt: Prompt
+    budget: int
+    chunked: Request
+    unchunked: Request
+    chunked_speech: Speech
+    unchunked_speech: Speech
+
+    @property
+    def tail(self) -> Row | None:
+        return next(iter(self.chunked.tails), None)
+
+    @property
+    def codes_equal(self) -> bool:
+        return self.chunked.codes == self.unchunked.codes
+
+    @property
+    def audio_difference(self) -> float | None:
+        """Largest difference of two samples; None where one of them is longer."""
+        chunked, unchunked = self.chunked_speech.audio, self.unchunked_speech.audio
+        if chunked.shape != unchunked.shape:
+            return None
+        return float(np.abs(chunked - unchunked).max(initial=0))
+
+    def faults(self) -> Iterator[str]:
+        """What does not hold, one sentence each."""
+        if not self.unchunked.codes:
+            yield "the unchunked run made no frames"
+        tail = self.tail
+        if tail is not None:
+            if not tail.unchanged:
+                yield "the tail's embedding did not reach the forward pass unchanged (T2)"
+            if tail.seen_by_mtp:
+                yield "MTP was given the tail (T2)"
+        for name, request in (("chunked", self.chunked), ("unchunked", self.unchunked)):
+            for row in request.rows:
+                if row.told != _fields(row):
+                    told, expected = _short(row.told), _short(_fields(row))
+                    yield f"{name}, step {row.step}: the hook was told {told}, the row is {expected} (M3 to M5)"
+                    break
+        if not self.codes_equal:
+            yield "the codes differ"
+        for name, speech in (("chunked", self.chunked_speech), ("unchunked", self.unchunked_speech)):
+            yield from (f"{name} audio is {fault}" for fault in _audio_faults(speech))
+        difference = self.audio_difference
+        if difference is None:
+            sizes = f"{self.chunked_speech.audio.size} and {self.unchunked_speech.audio.size}"
+            yield f"the audio has {sizes} samples"
+        elif not difference <= AUDIO_TOLERANCE:
+            yield f"the audio differs by {difference:.2g}, more than {AUDIO_TOLERANCE}"
+
+
+def _audio_faults(speech: Speech) -> Iterator[str]:
+    if speech.audio.size == 0:
+        yield "empty"
+    elif not np.isfinite(speech.audio).all():
+        yield "not finite"
+    elif float(speech.audio.std()) < AUDIBLE:
+        yield "constant or silent"
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    return {
+        contract.PROMPT_LEN: row.prompt_len,
+        contract.NUM_COMPUTED: row.computed,
+        contract.IS_PREFILL: row.prefill,
+    }
+
+
+def _short(fields: Mapping[str, Any]) -> str:
+    length, computed, prefill = (fields.get(name) for name in contract.FIELDS)
+    return f"P={length} C={computed} prefill={prefill}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A validation. ``control`` says what proves that codes depend on the prompt, or None where they do not."""
+
+    comparisons: Sequence[Comparison]
+    control: str | None
+    runtime: Mapping[str, Any]
+    timings: Mapping[str, Any]
+    files: Mapping[str, str]
+    """Audio and picture by name, relative to the report."""
+
+    @property
+    def unproven(self) -> list[str]:
+        """Why the run proves nothing."""
+        reasons = [
+            f"prompt {index}: no one-token prefill tail was observed"
+            for index, comparison in enumerate(self.comparisons, 1)
+            if comparison.tail is None
+        ]
+        if self.control is None:
+            reasons.append("the codes do not depend on the prompt, so equal codes would show nothing")
+        return reasons
+
+    @property
+    def faults(self) -> list[str]:
+        return [
+            f"prompt {index}: {fault}"
+            for index, comparison in enumerate(self.comparisons, 1)
+            for fault in comparison.faults()
+        ]
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.unproven:
+            return "proves nothing"
+        return "different" if self.faults else "equal"
+
+    def first_difference(self) -> dict[str, Any] | None:
+        """Where codes first differ: prompt, frame, codebook, both values, and the chunked rows around the frame."""
+        for index, comparison in enumerate(self.comparisons, 1):
+            if not comparison.codes_equal:
+                return {"prompt": index, "text": comparison.prompt.text, **_difference(comparison)}
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        comparisons = self.comparisons
+        return {
+            "schema": SCHEMA,
+            "verdict": self.verdict,
+            "reasons": [*self.unproven, *self.faults],
+            "codes_equal": bool(comparisons) and all(comparison.codes_equal for comparison in comparisons),
+            "tails_observed": bool(comparisons) and all(comparison.tail is not None for comparison in comparisons),
+            "frames": sum(len(comparison.unchunked.codes) for comparison in comparisons),
+            "first_difference": self.first_difference(),
+            "prompts": [_prompt(comparison) for comparison in comparisons],
+            "audio": {
+                "tolerance": AUDIO_TOLERANCE,
+                "equal": all(
+                    comparison.audio_difference is not None and comparison.audio_difference <= AUDIO_TOLERANCE
+                    for comparison in comparisons
+                ),
+                "largest_differences": [comparison.audio_difference for comparison in comparisons],
+                "samples": [comparison.unchunked_speech.audio.size for comparison in comparisons],
+                "sample_rates": [comparison.unchunked_speech.sample_rate for comparison in comparisons],
+            },
+            "control": self.control,
+            "files": dict(self.files),
+            "runtime": dict(self.runtime),
+            "timings": dict(self.timings),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n"
+
+    def summary(self) -> str:
+        """The verdict in a few lines."""
+        reasons = [*self.unproven, *self.faults]
+        lines = [f"{self.verdict}: {_VERDICTS[self.verdict]}", *(f"- {reason}" for reason in reasons[:8])]
+        if len(reasons) > 8:
+            lines.append(f"- and {len(reasons) - 8} more")
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        lines = ["# Speech, chunked against unchunked", "", self.summary(), ""]
+        lines += [_markdown_row(COLUMNS), _markdown_row(["---"] * len(COLUMNS))]
+        for comparison in self.comparisons:
+            lines.append(_markdown_row(comparison_row(comparison)))
+        difference = self.first_difference()
+        if difference is not None:
+            lines += ["", "## First difference", "", difference_text(difference), "", "```", *difference["rows"], "```"]
+        if "picture" in self.files:
+            lines += ["", f"![rows over steps, and waveforms]({self.files['picture']})"]
+        lines += ["", "## Runtime", ""]
+        lines += [f"- {name}: {value}" for name, value in self.runtime.items()]
+        lines += [f"- {name}: {value}" for name, value in self.timings.items()]
+        return "\n".join(lines) + "\n"
+
+
+_VERDICTS: Mapping[Verdict, str] = {
+    "equal": "chunked prefill speaks the same codes, frame by frame, and the same audio",
+    "different": "chunked prefill does not speak the same",
+    "proves nothing": "the run could not have shown a fault",
+}
+
+
+COLUMNS = ("prompt", "P", "budget", "tail (P, C, S)", "frames", "codes", "largest audio difference")
+
+
+def comparison_row(comparison: Comparison) -> tuple[str, ...]:
+    """Cells under :data:`COLUMNS`."""
+    tail, difference = comparison.tail, comparison.audio_difference
+    return (
+        comparison.prompt.text,
+        str(comparison.chunked.prompt_len),
+        str(comparison.budget),
+        f"({tail.prompt_len}, {tail.computed}, {tail.span})" if tail else "none",
+        str(len(comparison.unchunked.codes)),
+        "equal" if comparison.codes_equal else "differ",
+        "other length" if difference is None else f"{difference:.1e}",
+    )
+
+
+def difference_text(difference: Mapping[str, Any]) -> str:
+    """One sentence for :meth:`Report.first_difference`."""
+    place = f"prompt {difference['prompt']}, frame {difference['frame']}"
+    if difference["codebook"] is not None:
+        place += f", codebook {difference['codebook']}"
+    return f"{place}: {difference['chunked']} chunked, {difference['unchunked']} unchunked"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _prompt(comparison: Comparison) -> dict[str, Any]:
+    tail = comparison.tail
+    return {
+        **asdict(comparison.prompt),
+        "prompt_len": comparison.chunked.prompt_len,
+        "budget": comparison.budget,
+        "codes_equal": comparison.codes_equal,
+        "frames": {"chunked": len(comparison.chunked.codes), "unchunked": len(comparison.unchunked.codes)},
+        "tail": None if tail is None else {**asdict(tail), "prefill": tail.prefill},
+    }
+
+
+def _difference(comparison: Comparison) -> dict[str, Any]:
+    chunked, unchunked = comparison.chunked.codes, comparison.unchunked.codes
+    pairs = list(zip(chunked, unchunked, strict=False))
+    frame = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    if frame == len(pairs):
+        codebook, values = None, (f"{len(chunked)} frames", f"{len(unchunked)} frames")
+    else:
+        one, other = pairs[frame]
+        codebook = next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+        values = (one[codebook], other[codebook])
+    rows = comparison.chunked.rows
+    made = [index for index, row in enumerate(rows) if row.codes is not None]
+    # A last frame that is missing has no row of its own.
+    at = made[frame] if frame < len(made) else len(rows) - 1
+    around = rows[max(0, at - HISTORY) : at + HISTORY + 1]
+    return {
+        "frame": frame,
+        "codebook": codebook,
+        "chunked": values[0],
+        "unchunked": values[1],
+        "rows": [_row_text(row, here=row is rows[at]) for row in around],
+    }
+
+
+def _row_text(row: Row, *, here: bool) -> str:
+    kind = "tail" if row.tail else "prefill" if row.prefill else "decode"
+    text = f"step {row.step}: P={row.prompt_len} C={row.computed} S={row.span} {kind}, {row.hook}, told {_short(row.told)}"
+    return f"{'>' if here else ' '} {text}, codes {row.codes}"
