@@ -111,7 +111,7 @@ def run(
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env={**os.environ, **_environment(spec.device), observe.OBSERVE_VARIABLE: scratch},
+                env={**os.environ, **environment(spec.device), observe.OBSERVE_VARIABLE: scratch},
                 # A group of its own, so that every process of the engine can be ended.
                 start_new_session=True,
                 text=True,
@@ -126,14 +126,15 @@ def run(
                         accept(said)
                 status = process.wait()
             finally:
-                _end_group(process)
+                end_group(process)
         if status != 0:
             written = log.read_text(encoding="utf-8", errors="replace")
             raise EngineError(f"the {spec.name} engine failed: {_reason(written)}", written)
         return _read(folder)
 
 
-def _environment(device: Device) -> Mapping[str, str]:
+def environment(device: Device) -> Mapping[str, str]:
+    """Variables of an engine's processes that make runs comparable."""
     common = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -157,7 +158,7 @@ def _environment(device: Device) -> Mapping[str, str]:
     return common
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
+def end_group(process: subprocess.Popen[str]) -> None:
     """End every process of the engine, politely first."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
@@ -207,11 +208,11 @@ def main(folder: Path) -> None:
 
     prompt_lens = [prompt.length(Path(spec.model)) for prompt in spec.prompts]
     _say(prompt_lens)
-    deploy = folder / "deploy.json"
-    deploy.write_text(json.dumps(_deploy(spec, max(prompt_lens) + spec.max_tokens + 1)), encoding="utf-8")
+    file = folder / "deploy.json"
+    file.write_text(json.dumps(deploy(spec, max(prompt_lens) + spec.max_tokens + 1)), encoding="utf-8")
     _say("starting")
     engine = Omni(
-        model=spec.model, deploy_config=str(deploy), stage_init_timeout=START_SECONDS, init_timeout=START_SECONDS
+        model=spec.model, deploy_config=str(file), stage_init_timeout=START_SECONDS, init_timeout=START_SECONDS
     )
     started = time.perf_counter() - began
     speeches = []
@@ -237,7 +238,7 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _deploy(spec: EngineSpec, max_model_len: int) -> dict[str, Any]:
+def deploy(spec: EngineSpec, max_model_len: int, max_num_seqs: int = 1) -> dict[str, Any]:
     """The released deploy file of the pipeline, with what makes runs comparable.
 
     ``max_model_len``: tokens of the talker's longest request, prompt and frames.
@@ -247,7 +248,7 @@ def _deploy(spec: EngineSpec, max_model_len: int) -> dict[str, Any]:
     stages: list[dict[str, Any]] = [
         {
             "stage_id": 0,
-            "max_num_seqs": 1,
+            "max_num_seqs": max_num_seqs,
             "max_model_len": max_model_len,
             "max_num_batched_tokens": spec.budget or max_model_len,
             "enable_chunked_prefill": spec.budget is not None,
@@ -256,16 +257,17 @@ def _deploy(spec: EngineSpec, max_model_len: int) -> dict[str, Any]:
             "default_sampling_params": {"temperature": 0.0, "max_tokens": spec.max_tokens},
             "subtalker_sampling_params": {"do_sample": False},
         },
-        {"stage_id": 1, "max_num_seqs": 1, "enforce_eager": True, "dtype": "float32"},
+        {"stage_id": 1, "max_num_seqs": max_num_seqs, "enforce_eager": True, "dtype": "float32"},
     ]
-    deploy = {"base_config": str(Path(vllm_omni.deploy.__path__[0], "qwen3_tts.yaml")), "stages": stages}
+    made = {"base_config": str(Path(vllm_omni.deploy.__path__[0], "qwen3_tts.yaml")), "stages": stages}
     if spec.device == "cpu":
-        deploy["model_runner"] = "v1"
+        made["model_runner"] = "v1"
         for stage in stages:
             # Given, because vLLM would otherwise run the model to find out what is left of the machine.
-            stage.update(kv_cache_memory_bytes=_kv_bytes(spec.model, max_model_len), block_size=32, gpu_memory_utilization=0.1)
+            kv_bytes = _kv_bytes(spec.model, max_num_seqs * max_model_len)
+            stage.update(kv_cache_memory_bytes=kv_bytes, block_size=32, gpu_memory_utilization=0.1)
         stages[1].update(max_num_batched_tokens=8192, max_model_len=8192)
-    return deploy
+    return made
 
 
 def _kv_bytes(model: str, tokens: int) -> int:

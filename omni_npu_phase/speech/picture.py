@@ -68,7 +68,7 @@ def _rows(panel: Any, request: Request, title: str) -> None:
 
 
 def _waveforms(panel: Any, comparison: Comparison) -> None:
-    speeches = (("chunked", comparison.chunked_speech, PREFILL), ("unchunked", comparison.unchunked_speech, DECODE))
+    speeches = (("chunked", comparison.chunked_speech, "#444444"), ("unchunked", comparison.unchunked_speech, "#888888"))
     for place, (name, speech, colour) in zip((1.1, -1.1), speeches, strict=True):
         seconds = np.arange(speech.audio.size) / (speech.sample_rate or 1)
         panel.plot(seconds, place + np.nan_to_num(speech.audio), color=colour, linewidth=0.4, label=name)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real engine core, scheduler, workers and talker on the CPU platform, with the mixin in the real runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_npu_phase import platform
+from omni_npu_phase.testing import tiny_qwen3_tts
+
+from .talker_runs import talker_runs
+
+TEXTS = {"a": "Hello world", "b": "The rain has ended."}
+LONG = {"a": "Hello world, this is long.", "b": "And this is even longer than that."}
+SEEDED = {"seed": 5, "temperature": 0.9}
+CASES: Mapping[str, dict[str, Any]] = {
+    "unchunked": {"texts": TEXTS, "budget": 128},
+    "one at a time": {"texts": {"b": TEXTS["b"]}, "budget": 128},
+    "chunked": {"texts": TEXTS, "budget": 7},
+    "chunked, asynchronous": {"texts": TEXTS, "budget": 7, "asynchronous": True},
+    "asynchronous": {"texts": TEXTS, "budget": 128, "asynchronous": True},
+    "least chunks": {"texts": TEXTS, "budget": 2},
+    "seeded": {"texts": TEXTS, "budget": 128, "sampling": SEEDED},
+    "seeded, chunked": {"texts": TEXTS, "budget": 7, "sampling": SEEDED},
+    "two processes": {
+        "texts": TEXTS,
+        "budget": 7,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    },
+    "few blocks": {
+        "texts": LONG,
+        "budget": 64,
+        "num_gpu_blocks_override": 4,
+        "sampling": {"max_tokens": 30},
+    },
+    "enough blocks": {"texts": LONG, "budget": 64, "sampling": {"max_tokens": 30}},
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, Any]]:
+    model = tiny_qwen3_tts.cached()
+    return dict(zip(CASES, talker_runs(model, list(CASES.values())), strict=True))
+
+
+def _codes(run: dict[str, Any], rank: int = 0) -> dict[str, list[list[int]]]:
+    codes: dict[str, list[list[int]]] = {}
+    for row in run["ranks"][rank]:
+        codes.setdefault(row["request"], [])
+        if row["codes"] is not None:
+            codes[row["request"]].append(row["codes"])
+    return codes
+
+
+@pytest.mark.parametrize("asked", ["", "cuda", "CPU"])
+def test_nothing_is_active_unless_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, asked)
+    assert platform.vllm_platform() is None
+    assert platform.omni_platform() is None
+
+
+@pytest.mark.parametrize(
+    "name", ["chunked", "chunked, asynchronous", "asynchronous", "least chunks"]
+)
+def test_codes_are_those_of_the_unchunked_engine(name: str, runs: dict[str, dict[str, Any]]) -> None:
+    assert _codes(runs[name]) == _codes(runs["unchunked"])
+    assert runs[name]["tokens"] == runs["unchunked"]["tokens"]
+
+
+def test_codes_do_not_depend_on_who_shares_the_batch(runs: dict[str, dict[str, Any]]) -> None:
+    assert _codes(runs["one at a time"])["b"] == _codes(runs["unchunked"])["b"]
+
+
+def test_a_tail_and_a_decode_row_shared_a_step(runs: dict[str, dict[str, Any]]) -> None:
+    steps: dict[int, list[tuple[int, Any]]] = {}
+    for row in runs["chunked"]["ranks"][0]:
+        steps.setdefault(row["step"], []).append((row["span"], row["told"]["_omni_is_prefill"]))
+    assert any((1, False) in rows and any(prefill for _, prefill in rows) for rows in steps.values())
+
+
+def test_a_seeded_request_draws_the_same_when_its_prompt_is_chunked(runs: dict[str, dict[str, Any]]) -> None:
+    assert runs["seeded, chunked"]["tokens"] == runs["seeded"]["tokens"]
+    assert runs["seeded"]["tokens"] != runs["unchunked"]["tokens"]
+
+
+def test_both_ranks_route_alike(runs: dict[str, dict[str, Any]]) -> None:
+    first, second = (
+        [{key: value for key, value in row.items() if key != "seconds"} for row in rank]
+        for rank in runs["two processes"]["ranks"]
+    )
+    assert first == second
+    assert _codes(runs["two processes"]) == _codes(runs["unchunked"])

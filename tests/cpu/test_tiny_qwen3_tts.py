@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiny checkpoint must satisfy, so that it cannot become one that hides faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_npu_phase.testing import tiny_qwen3_tts
+
+from .talker_runs import talker_runs
+
+MAKE = """
+import sys
+from pathlib import Path
+from omni_npu_phase.testing.tiny_qwen3_tts import make
+make(Path(sys.argv[1], "again"))
+make(Path(sys.argv[1], "other"), seed=1)
+"""
+TEXTS = {"first": "Hello world", "second": "Hello worle", "third": "Jello world"}
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_one_seed_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_NPU_PHASE_PLATFORM", "cpu")
+    subprocess.run([sys.executable, "-c", MAKE, str(tmp_path)], check=True, capture_output=True)
+    made = _bytes(tiny_qwen3_tts.cached())
+    assert made == _bytes(tmp_path / "again")
+    assert made["model.safetensors"] != _bytes(tmp_path / "other")["model.safetensors"]
+    assert sum(map(len, made.values())) < 5e6
+
+
+def test_it_has_the_ids_that_the_pipeline_takes_for_granted() -> None:
+    talker = json.loads((tiny_qwen3_tts.cached() / "config.json").read_text(encoding="utf-8"))["talker_config"]
+    assert talker["codec_eos_token_id"] == 2150
+    assert talker["vocab_size"] > max(*talker["spk_id"].values(), *talker["codec_language_id"].values())
+
+
+@pytest.fixture(scope="module")
+def codes() -> dict[str, list[list[int]]]:
+    (run,) = talker_runs(
+        tiny_qwen3_tts.cached(), [{"texts": TEXTS, "budget": 128, "sampling": {"max_tokens": 25}}]
+    )
+    found: dict[str, list[list[int]]] = {}
+    rows: list[dict[str, Any]] = run["ranks"][0]
+    for row in rows:
+        if row["codes"] is not None:
+            found.setdefault(row["request"], []).append(row["codes"])
+    return found
+
+
+def test_one_letter_changes_the_codes(codes: dict[str, list[list[int]]]) -> None:
+    assert codes["first"] != codes["second"]
+    # The first letter is in the prompt; what follows is taken up frame by frame.
+    assert codes["first"][0] != codes["third"][0]
+
+
+def test_every_codebook_says_something(codes: dict[str, list[list[int]]]) -> None:
+    for frames in codes.values():
+        assert len(frames) == 24
+        for codebook in zip(*frames, strict=True):
+            assert len(set(codebook)) > 8
