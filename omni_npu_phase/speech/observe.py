@@ -39,6 +39,8 @@ class Row:
     span: int
     told: dict[str, Any]
     """The runner-owned fields that the hook was given, None where one was missing."""
+    sliced_from: int | None
+    """Where in its prompt the model took the row's embeddings from; None for a decode row."""
     unchanged: bool
     """Whether the hook's embeddings are what the forward pass got."""
     codes: list[int] | None

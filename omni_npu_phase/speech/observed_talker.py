@@ -35,13 +35,16 @@ class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[mi
 
     def preprocess(self, input_ids: torch.Tensor, input_embeds: torch.Tensor | None, **info: Any) -> Any:
         result = super().preprocess(input_ids, input_embeds, **info)
-        self._note(routing.SCALAR_HOOK, info, int(input_ids.shape[0]), result[1])
+        span = int(input_ids.shape[0])
+        # The model stores where its next slice of the prompt begins.
+        end = result[2].get("meta", {}).get("talker_prefill_offset")
+        self._note(routing.SCALAR_HOOK, info, span, result[1], None if end is None else end - span)
         return result
 
     def preprocess_decode_batch(self, *, input_ids: torch.Tensor, req_infos: list[dict[str, Any]], **more: Any) -> Any:
         result = super().preprocess_decode_batch(input_ids=input_ids, req_infos=req_infos, **more)
         for info in req_infos:
-            self._note(routing.BATCHED_HOOK, info, 1, None)
+            self._note(routing.BATCHED_HOOK, info, 1)
         return result
 
     def talker_mtp(self, input_ids: torch.Tensor, input_embeds: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -65,12 +68,22 @@ class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[mi
             self._write_step(inputs_embeds)
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **more)
 
-    def _note(self, hook: str, info: dict[str, Any], span: int, embeds: torch.Tensor | None) -> None:
+    def _note(
+        self,
+        hook: str,
+        info: dict[str, Any],
+        span: int,
+        embeds: torch.Tensor | None = None,
+        sliced_from: int | None = None,
+    ) -> None:
         if not self._rows:
             # What warm-up calls left.
             self._mtp_embeds, self._frames = None, []
         told = {name: info.get(name) for name in contract.FIELDS}
-        self._rows.append({"request": info.get("request_id", info.get("req_id")), "hook": hook, "span": span, "told": told})
+        request = info.get("request_id", info.get("req_id"))
+        self._rows.append(
+            {"request": request, "hook": hook, "span": span, "told": told, "sliced_from": sliced_from}
+        )
         self._embeds.append(None if embeds is None else embeds.detach().clone())
 
     def _write_step(self, inputs_embeds: torch.Tensor | None) -> None:
