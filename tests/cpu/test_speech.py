@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 import wave
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +23,7 @@ import pytest
 
 from omni_npu_phase.speech import engine
 from omni_npu_phase.speech.engine import EngineError, EngineRun, EngineSpec
+from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import AUDIO_TOLERANCE, Report
 from omni_npu_phase.speech.validate import BadInputError, Options, budgets, validate
 from omni_npu_phase.testing import tiny_qwen3_tts
@@ -248,52 +251,57 @@ def test_a_full_disk_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest
         validate(Options(model, tmp_path))
 
 
-def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "omni_npu_phase", "validate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+MARK = "OMNI_NPU_PHASE_TEST"
 
 
-def test_the_command_says_one_line_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
-    done = _command("--budget", "8", "--output", str(tmp_path))
+@pytest.fixture
+def left_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Asks for processes that this test started, whatever has become of their parents."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+
+    def find() -> list[int]:
+        found = []
+        for process in psutil.process_iter(["status"]):
+            with contextlib.suppress(psutil.Error):
+                marked = process.environ().get(MARK) == mark and process.pid != os.getpid()
+                if marked and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return found
+
+    return find
+
+
+def test_the_command_says_one_line_and_leaves_no_process(tmp_path: Path, left_over: Callable[[], list[int]]) -> None:
+    command = [sys.executable, "-m", "omni_npu_phase", "validate", "--budget", "8", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: --budget 8: prompt 1 has 22 tokens, ")
     assert "Traceback" not in done.stderr
-    assert not _engines()
+    assert left_over() == []
 
 
-def test_an_engine_that_dies_says_why(model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_dies_says_why(model: Path, tmp_path: Path, left_over: Callable[[], list[int]]) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     (broken / "model.safetensors").write_bytes(b"no tensors")
-    spec = EngineSpec("broken", str(broken), "cpu", Options(model, tmp_path).texts and (), 4, None)
-    from omni_npu_phase.speech.prompts import Prompt
-
-    with pytest.raises(EngineError, match="the broken engine failed: SafetensorError: ") as caught:
-        engine.run(replace(spec, prompts=(Prompt("Hello", "vivian", "english"),)))
+    spec = EngineSpec("broken", str(broken), "cpu", (Prompt("Hello", "vivian", "english"),), 4, None)
+    with pytest.raises(EngineError, match=r"^the broken engine failed: SafetensorError: .+") as caught:
+        engine.run(spec)
     assert "\n" not in str(caught.value)
     assert "Traceback" in caught.value.log
-    assert not _engines()
+    assert left_over() == []
 
 
-def test_an_engine_ends_when_its_parent_is_killed(model: Path, tmp_path: Path) -> None:
+def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path, left_over: Callable[[], list[int]]) -> None:
     command = [sys.executable, "-m", "omni_npu_phase", "validate", "--output", str(tmp_path)]
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not _engines() and time.monotonic() < deadline:
+    while len(left_over()) < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    started = _engines()
     parent.kill()
     parent.wait()
-    assert started
-    while _engines() and time.monotonic() < deadline:
+    while left_over():
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert not _engines()
-
-
-def _engines() -> list[int]:
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        named = "omni_npu_phase.speech.engine" in (process.info["cmdline"] or ())
-        if named and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process.pid)
-    return found
