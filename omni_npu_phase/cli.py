@@ -230,8 +230,8 @@ def doctor(
 
 
 @app.command(
-    epilog="Exit status: 0 the runs speak the same; 1 they do not, or nothing was proven; 2 the run was impossible, with "
-    "the reason. The report, the audio and a picture are in the output folder."
+    epilog="Exit status: 0 the runs speak the same; 1 they do not, or nothing was proven; 2 the run was impossible, "
+    "with the reason. The report, the audio and a picture are in the output folder."
 )
 def validate(
     model: Annotated[

@@ -25,8 +25,8 @@ class _RewindableGenerator(torch.Generator):
     def get_offset(self) -> int:
         return 0
 
-    def set_offset(self, _: int) -> None:
-        self.set_state(self.before)
+    def set_offset(self, _: int) -> torch.Generator:
+        return self.set_state(self.before)
 
 
 class CpuARModelRunner(GPUARModelRunner, CPUModelRunner):  # type: ignore[misc]

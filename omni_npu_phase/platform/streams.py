@@ -59,5 +59,5 @@ def inert() -> Iterator[None]:
         for name, value in names.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, value))
         patches.enter_context(mock.patch.object(torch, "Event", _Event))
-        patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
+        patches.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         yield

@@ -272,8 +272,9 @@ def deploy(spec: EngineSpec, max_model_len: int, max_num_seqs: int = 1) -> dict[
 
 def _kv_bytes(model: str, tokens: int) -> int:
     talker = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))["talker_config"]
-    keys_and_values = 2 * talker["num_hidden_layers"] * talker["num_key_value_heads"] * talker["head_dim"]
-    return max(64 << 20, 2 * 2 * keys_and_values * tokens)
+    values = 2 * talker["num_hidden_layers"] * talker["num_key_value_heads"] * talker["head_dim"]
+    # Two bytes each, and as much again to spare.
+    return max(64 << 20, int(2 * 2 * values * tokens))
 
 
 def _speak(engine: Any, prompt: Prompt, length: int) -> Speech:

@@ -81,9 +81,7 @@ class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[mi
             self._mtp_embeds, self._frames = None, []
         told = {name: info.get(name) for name in contract.FIELDS}
         request = info.get("request_id", info.get("req_id"))
-        self._rows.append(
-            {"request": request, "hook": hook, "span": span, "told": told, "sliced_from": sliced_from}
-        )
+        self._rows.append({"request": request, "hook": hook, "span": span, "told": told, "sliced_from": sliced_from})
         self._embeds.append(None if embeds is None else embeds.detach().clone())
 
     def _write_step(self, inputs_embeds: torch.Tensor | None) -> None:

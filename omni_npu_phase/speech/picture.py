@@ -28,7 +28,9 @@ def draw(report: Report, path: Path) -> None:
     figure.suptitle(f"{report.verdict}: {report.summary().splitlines()[0].partition(': ')[2]}", fontsize=13)
     panels = figure.subplots(count, 3, squeeze=False, gridspec_kw={"width_ratios": (1, 1, 1.6)})
     for index, (comparison, (left, middle, right)) in enumerate(zip(report.comparisons, panels, strict=True), 1):
-        _rows(left, comparison.chunked, f"{index}: “{comparison.prompt.text}”, chunked, {comparison.budget} tokens a step")
+        _rows(
+            left, comparison.chunked, f"{index}: “{comparison.prompt.text}”, chunked, {comparison.budget} tokens a step"
+        )
         _rows(middle, comparison.unchunked, "unchunked")
         _waveforms(right, comparison)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=5, frameon=False)
@@ -60,7 +62,9 @@ def _rows(panel: Any, request: Request, title: str) -> None:
         if row.seen_by_mtp:
             panel.plot(step, middle, marker="o", color=MTP, markersize=3)
     panel.axhline(request.prompt_len, color="grey", linestyle="--", linewidth=1)
-    panel.text(len(shown) - 0.5, request.prompt_len - 0.5, f"P={request.prompt_len}", ha="right", va="top", color="grey")
+    panel.text(
+        len(shown) - 0.5, request.prompt_len - 0.5, f"P={request.prompt_len}", ha="right", va="top", color="grey"
+    )
     panel.set_title(title, loc="left", fontsize=10)
     panel.set_xlabel("step")
     panel.set_ylabel("position")
@@ -68,7 +72,10 @@ def _rows(panel: Any, request: Request, title: str) -> None:
 
 
 def _waveforms(panel: Any, comparison: Comparison) -> None:
-    speeches = (("chunked", comparison.chunked_speech, "#444444"), ("unchunked", comparison.unchunked_speech, "#888888"))
+    speeches = (
+        ("chunked", comparison.chunked_speech, "#444444"),
+        ("unchunked", comparison.unchunked_speech, "#888888"),
+    )
     for place, (name, speech, colour) in zip((1.1, -1.1), speeches, strict=True):
         seconds = np.arange(speech.audio.size) / (speech.sample_rate or 1)
         panel.plot(seconds, place + np.nan_to_num(speech.audio), color=colour, linewidth=0.4, label=name)

@@ -255,7 +255,8 @@ def _difference(comparison: Comparison) -> dict[str, Any]:
     pairs = list(zip(chunked, unchunked, strict=False))
     frame = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
     if frame == len(pairs):
-        codebook, values = None, (f"{len(chunked)} frames", f"{len(unchunked)} frames")
+        codebook = None
+        values: tuple[Any, Any] = (f"{len(chunked)} frames", f"{len(unchunked)} frames")
     else:
         one, other = pairs[frame]
         codebook = next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
@@ -276,5 +277,7 @@ def _difference(comparison: Comparison) -> dict[str, Any]:
 
 def _row_text(row: Row, *, here: bool) -> str:
     kind = "tail" if row.tail else "prefill" if row.prefill else "decode"
-    text = f"step {row.step}: P={row.prompt_len} C={row.computed} S={row.span} {kind}, {row.hook}, told {_short(row.told)}"
+    text = (
+        f"step {row.step}: P={row.prompt_len} C={row.computed} S={row.span} {kind}, {row.hook}, told {_short(row.told)}"
+    )
     return f"{'>' if here else ' '} {text}, codes {row.codes}"

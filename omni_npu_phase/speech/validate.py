@@ -12,6 +12,7 @@ import shutil
 import time
 import wave
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -126,7 +127,9 @@ def budgets(prompt_lens: Sequence[int], wanted: int | None = None) -> dict[int, 
         }
         if not serves:
             index = min(open_indices)
-            raise BadInputError(f"prompt {index + 1} has {prompt_lens[index]} tokens: no budget leaves a one-token tail")
+            raise BadInputError(
+                f"prompt {index + 1} has {prompt_lens[index]} tokens: no budget leaves a one-token tail"
+            )
         budget = min(serves, key=lambda candidate: (-len(serves[candidate]), candidate))
         chosen[budget] = serves[budget]
         open_indices -= set(serves[budget])
@@ -225,10 +228,8 @@ def _timings(run: EngineRun) -> dict[str, Any]:
 def _runtime(options: Options) -> dict[str, Any]:
     packages = {}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "omni-npu-phase": __version__,
         "python": platform.python_version(),

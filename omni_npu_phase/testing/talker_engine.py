@@ -84,7 +84,9 @@ class TalkerEngine:
 
 
 @contextmanager
-def talker_engine(model: Path, *, budget: int = 64, asynchronous: bool = False, **settings: Any) -> Iterator[TalkerEngine]:
+def talker_engine(
+    model: Path, *, budget: int = 64, asynchronous: bool = False, **settings: Any
+) -> Iterator[TalkerEngine]:
     """An engine of the talker stage with ``budget`` tokens a step; ``settings`` are vLLM-Omni's engine arguments."""
     import vllm_omni.patch  # noqa: F401
     from vllm.v1.engine.core import EngineCore

@@ -115,7 +115,8 @@ def _write_tokenizer(folder: Path) -> tuple[dict[str, int], int]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
-    fast = PreTrainedTokenizerFast(
+    make_fast: Any = PreTrainedTokenizerFast
+    fast = make_fast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=131072
     )
     fast.save_pretrained(folder)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,9 +59,7 @@ def test_nothing_is_active_unless_asked_for(asked: str, monkeypatch: pytest.Monk
     assert platform.omni_platform() is None
 
 
-@pytest.mark.parametrize(
-    "name", ["chunked", "chunked, asynchronous", "asynchronous", "least chunks"]
-)
+@pytest.mark.parametrize("name", ["chunked", "chunked, asynchronous", "asynchronous", "least chunks"])
 def test_codes_are_those_of_the_unchunked_engine(name: str, runs: dict[str, dict[str, Any]]) -> None:
     assert _codes(runs[name]) == _codes(runs["unchunked"])
     assert runs[name]["tokens"] == runs["unchunked"]["tokens"]

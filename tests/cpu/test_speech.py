@@ -204,7 +204,7 @@ def test_budgets_leave_a_tail_of_every_prompt(prompt_lens: list[int], expected: 
 
 
 def test_budgets_that_leave_no_tail_are_refused() -> None:
-    with pytest.raises(BadInputError, match="prompt 1 has 22 tokens, .*these budgets leave one: 3, 7, 21"):
+    with pytest.raises(BadInputError, match=r"prompt 1 has 22 tokens, .*these budgets leave one: 3, 7, 21"):
         budgets([22], 8)
     with pytest.raises(BadInputError, match="no budget leaves a one-token tail"):
         budgets([2])

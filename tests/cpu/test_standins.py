@@ -13,7 +13,9 @@ import pytest
 from omni_npu_phase.testing.torchaudio_standin import melscale_fbanks
 
 
-@pytest.mark.parametrize(("sample_rate", "n_fft", "n_mels", "low", "high"), [(24000, 1024, 128, 0, 12000), (16000, 400, 80, 20, 7600)])
+@pytest.mark.parametrize(
+    ("sample_rate", "n_fft", "n_mels", "low", "high"), [(24000, 1024, 128, 0, 12000), (16000, 400, 80, 20, 7600)]
+)
 @pytest.mark.parametrize("scale", ["slaney", "htk"])
 def test_mel_filters_are_librosas(sample_rate: int, n_fft: int, n_mels: int, low: int, high: int, scale: str) -> None:
     librosa = pytest.importorskip("librosa")

@@ -46,9 +46,7 @@ def test_it_has_the_ids_that_the_pipeline_takes_for_granted() -> None:
 
 @pytest.fixture(scope="module")
 def codes() -> dict[str, list[list[int]]]:
-    (run,) = talker_runs(
-        tiny_qwen3_tts.cached(), [{"texts": TEXTS, "budget": 128, "sampling": {"max_tokens": 25}}]
-    )
+    (run,) = talker_runs(tiny_qwen3_tts.cached(), [{"texts": TEXTS, "budget": 128, "sampling": {"max_tokens": 25}}])
     found: dict[str, list[list[int]]] = {}
     rows: list[dict[str, Any]] = run["ranks"][0]
     for row in rows:
