@@ -239,13 +239,13 @@ def validate(
     ] = "tiny",
     device: Annotated[SpeechDeviceOption, typer.Option(help="Where the engines run.")] = SpeechDeviceOption.cpu,
     text: Annotated[
-        list[str] | None, typer.Option(help="What to say; may be repeated. [default: two short sentences]")
+        list[str] | None, typer.Option(help="What to say; may be repeated; two short sentences when left out.")
     ] = None,
-    speaker: Annotated[str | None, typer.Option(help="A voice. [default: the checkpoint's first]")] = None,
-    language: Annotated[str | None, typer.Option(help="[default: english, or the checkpoint's first]")] = None,
+    speaker: Annotated[str | None, typer.Option(help="A voice; when left out, the checkpoint's first.")] = None,
+    language: Annotated[str | None, typer.Option(help="When left out, English, or the checkpoint's first.")] = None,
     budget: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Tokens a step. [default: for each prompt one that leaves a one-token tail]"),
+        typer.Option(metavar="N", help="Tokens a step; when left out, for each text one that leaves a one-token tail."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Of each text: its frames and one more.")] = 40,
     report_format: Annotated[SpeechFormatOption, typer.Option("--format", help="What to print.")] = (

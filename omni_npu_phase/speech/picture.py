@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from omni_npu_phase.speech.observe import Request
 from omni_npu_phase.speech.report import Comparison, Report
@@ -66,6 +67,7 @@ def _rows(panel: Any, request: Request, title: str) -> None:
         len(shown) - 0.5, request.prompt_len - 0.5, f"P={request.prompt_len}", ha="right", va="top", color="grey"
     )
     panel.set_title(title, loc="left", fontsize=10)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_xlabel("step")
     panel.set_ylabel("position")
     panel.set_xlim(-0.7, max(len(shown), 8) - 0.3)

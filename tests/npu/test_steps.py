@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
 import sys
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from omni_npu_phase.buffers.staging import PinnedStaging
 from omni_npu_phase.conformance import driver, suite
 from omni_npu_phase.conformance.model import HIDDEN
 from omni_npu_phase.conformance.scenarios import BY_ID, MTP, PREFILL, Hook, Scenario, row, step
+from omni_npu_phase.testing import torchaudio_standin
 
 ROWS = (1, 8, 64)
 CODES = ("codes", "audio")
@@ -27,16 +26,8 @@ CODES = ("codes", "audio")
 @cache
 def _qwen3_tts() -> type:
     """The installed Qwen3-TTS talker. Its module imports torchaudio, for mel filters that no decode step computes."""
-    functional = ModuleType("torchaudio.functional")
-    absent = importlib.util.find_spec("torchaudio") is None
-    if absent:
-        # transformers asks once whether torchaudio is there, and the answer has to stay no.
-        importlib.import_module("transformers.utils.import_utils").is_torchaudio_available()
-        functional.__dict__["melscale_fbanks"] = None
-        sys.modules.update({"torchaudio": ModuleType("torchaudio"), functional.__name__: functional})
+    torchaudio_standin.install()
     module = importlib.import_module("vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker")
-    if absent:
-        del sys.modules["torchaudio"], sys.modules[functional.__name__]
     talker: type = module.Qwen3TTSTalkerForConditionalGeneration
     return talker
 
