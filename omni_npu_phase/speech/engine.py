@@ -142,13 +142,13 @@ def environment(device: Device) -> Mapping[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         # A runner that the mixin does not know is an error here, not a run without it.
         MODE_VARIABLE: os.environ.get(MODE_VARIABLE, "strict"),
+        PLATFORM_VARIABLE: "cpu" if device == "cpu" else "",
     }
     if device == "cuda":
         return {**common, "VLLM_BATCH_INVARIANT": "1"}
     if device == "cpu":
         return {
             **common,
-            PLATFORM_VARIABLE: "cpu",
             # One thread a process: how a sum is split must not depend on the cores that are there.
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -204,6 +204,7 @@ def main(folder: Path) -> None:
     spec = EngineSpec(**{**raw, "prompts": tuple(Prompt(**prompt) for prompt in raw["prompts"])})
     began = time.perf_counter()
     _say("importing vLLM-Omni")
+    _check_device(spec.device)
     from vllm_omni import Omni
 
     prompt_lens = [prompt.length(Path(spec.model)) for prompt in spec.prompts]
@@ -227,6 +228,18 @@ def main(folder: Path) -> None:
         engine.close()
     result = {"speeches": speeches, "prompt_lens": prompt_lens, "start_seconds": started}
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _check_device(device: Device) -> None:
+    import torch
+
+    if device == "npu":
+        with suppress(ImportError):
+            import torch_npu  # noqa: F401
+    # torch_npu puts `npu` beside `cuda`.
+    module = getattr(torch, device, None)
+    if module is None or not module.is_available():
+        raise RuntimeError(f"--device {device}: PyTorch finds no such device")
 
 
 def _say(what: str | list[int]) -> None:

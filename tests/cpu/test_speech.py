@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from omni_npu_phase.speech import engine
 from omni_npu_phase.speech.engine import EngineError, EngineRun, EngineSpec
@@ -291,6 +292,15 @@ def test_an_engine_that_dies_says_why(model: Path, tmp_path: Path, left_over: Ca
     assert "\n" not in str(caught.value)
     assert "Traceback" in caught.value.log
     assert left_over() == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_a_device_that_is_not_there_is_named(device: engine.Device, model: Path) -> None:
+    if getattr(torch, device, None) is not None and getattr(torch, device).is_available():
+        pytest.skip(f"there is one: {device}")
+    spec = EngineSpec("first", str(model), device, (Prompt("Hello", "vivian", "english"),), 4, None)
+    with pytest.raises(EngineError, match=f"RuntimeError: --device {device}: PyTorch finds no such device"):
+        engine.run(spec)
 
 
 def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path, left_over: Callable[[], list[int]]) -> None:
