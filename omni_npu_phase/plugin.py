@@ -38,11 +38,12 @@ _said: set[str] = set()
 def install() -> None:
     """Put the mixins before the classes that workers build, now and in modules imported later. May be called again.
 
-    OMNI_NPU_PHASE=off installs nothing. A class that is refused stays as it is and is named in a warning; with
+    OMNI_NPU_PHASE=off installs nothing, and takes back what was installed. A class that is refused stays as it is and is named in a warning; with
     ``strict`` that is an error. Raises ValueError for another value of OMNI_NPU_PHASE, and with ``strict``
     :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`, here or where a refused class is imported.
     """
     if chosen_mode() == "off":
+        uninstall()
         logger.info("omni-npu-phase: %s=off, nothing is replaced", MODE_VARIABLE)
         return
     with _refusals_logged():
@@ -184,7 +185,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if fullname not in _MODULES:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            # As Python's own import passes over finders of the form it no longer knows.
+            find_spec = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find_spec(fullname, path, target) if find_spec is not None else None
             if spec is not None and spec.loader is not None:
                 spec.loader = _ReplacingLoader(spec.loader)
                 return spec

@@ -118,6 +118,30 @@ def test_off_and_odd_values(monkeypatch: pytest.MonkeyPatch, said: list[str]) ->
 
 
 @pytest.mark.usefixtures("taken_back")
+def test_off_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = _names("ar")
+    plugin.install()
+    assert _names("ar") != released
+    monkeypatch.setenv("OMNI_NPU_PHASE", "off")
+    plugin.install()
+    assert _names("ar") == released
+    assert plugin._FINDER not in sys.meta_path
+
+
+@pytest.mark.usefixtures("taken_back")
+def test_a_finder_of_the_old_form_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        def find_module(self, name: str, path: Any = None) -> None:
+            return None
+
+    module = "vllm_omni.worker.gpu_ar_model_runner"
+    monkeypatch.setattr(sys, "meta_path", [plugin._FINDER, Old(), *sys.meta_path])
+    spec = plugin._FINDER.find_spec(module, importlib.import_module("vllm_omni.worker").__path__)
+    assert spec is not None
+    assert isinstance(spec.loader, plugin._ReplacingLoader)
+
+
+@pytest.mark.usefixtures("taken_back")
 def test_one_line_says_what_was_installed_where(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     _worker("ar")
     monkeypatch.setattr(plugin, "_made", {})
