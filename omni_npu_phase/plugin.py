@@ -38,9 +38,9 @@ _said: set[str] = set()
 def install() -> None:
     """Put the mixins before the classes that workers build, now and in modules imported later. May be called again.
 
-    OMNI_NPU_PHASE=off installs nothing, and takes back what was installed. A class that is refused stays as it is and is named in a warning; with
-    ``strict`` that is an error. Raises ValueError for another value of OMNI_NPU_PHASE, and with ``strict``
-    :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`, here or where a refused class is imported.
+    OMNI_NPU_PHASE=off installs nothing, and takes back what was installed. A class that is refused stays as it is and
+    is named in a warning; with ``strict`` that is an error. Raises ValueError for another value of OMNI_NPU_PHASE, and
+    with ``strict`` :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`, here or where a refused class is imported.
     """
     if chosen_mode() == "off":
         uninstall()
@@ -88,8 +88,8 @@ def phase_runner(cls: type, family: Family = V1) -> type:
             return cls
         if cls not in _made:
             runtime = pkgutil.resolve_name(family.check)(cls.__mro__)
-            _refuse_overrides(cls, mixin)
-            _made[cls] = _make(cls, mixin)
+            _refuse_overrides(cls, mixin, family)
+            _made[cls] = _make(cls, mixin, family)
             known = f", known as {runtime.name}" if runtime else ""
             place = f"{mixin.__name__} is before {_path(cls)}{known}"
             logger.info("omni-npu-phase %s (%s): %s", __version__, chosen_mode(), place)
@@ -122,32 +122,42 @@ def _check_installed(folders: Sequence[str]) -> None:
     )
 
 
-def _make(cls: type, mixin: type) -> type:
+def _make(cls: type, mixin: type, family: Family) -> type:
     class Phased(mixin, cls):  # type: ignore[misc]
         def __init_subclass__(cls, **keywords: Any) -> None:
             super().__init_subclass__(**keywords)
             with _refusals_logged():
-                _refuse_overrides(cls, mixin)
+                _refuse_overrides(cls, mixin, family)
 
     Phased.__name__ = Phased.__qualname__ = f"Phase{cls.__name__}"
     Phased.__doc__ = f"{cls.__name__} with the phase contract."
     return Phased
 
 
-def _refuse_overrides(cls: type, mixin: type) -> None:
-    """Refuse a class in which a third party's subclass, or patch, answers for methods of the mixin."""
-    overrides = []
-    for name, value in vars(mixin).items():
-        method = getattr(cls, name, None)
-        if callable(value) and not name.startswith("__") and method is not None:
-            package = method.__module__.partition(".")[0]
-            if package not in _RELEASED_PACKAGES:
-                overrides.append(name)
+def _refuse_overrides(cls: type, mixin: type, family: Family) -> None:
+    """Refuse a class in which a third party's subclass, or patch, answers for what the mixin does."""
+    answered = [name for name, value in vars(mixin).items() if callable(value) and not name.startswith("__")]
+    overrides = [
+        name
+        for name in (*answered, *family.bypassed)
+        if any(package not in _RELEASED_PACKAGES for package in _packages_behind(getattr(cls, name, None)))
+    ]
     if overrides:
         raise UnsupportedRuntimeError(
             f"{_path(cls)} overrides {', '.join(overrides)}, and so is responsible for the phase contract itself; "
             f"judge it with: omni-npu-phase verify --mode released --runner {cls.__module__}:{cls.__qualname__}"
         )
+
+
+def _packages_behind(method: Any) -> Iterator[str]:
+    """The packages whose code a method runs: its own, and those of what it wraps; torch's decorators count for none."""
+    while method is not None:
+        # functools.wraps copies __module__; a function's globals stay those of where it was written.
+        module = getattr(method, "__globals__", {}).get("__name__") or getattr(method, "__module__", None) or ""
+        package = module.partition(".")[0]
+        if package != "torch":
+            yield package
+        method = getattr(method, "__wrapped__", None)
 
 
 def _replace_in(module: ModuleType) -> None:

@@ -18,9 +18,15 @@ class Family:
     mixin: str
     check: str
     """Takes the classes in method resolution order, and refuses what the mixin does not know."""
+    bypassed: tuple[str, ...] = ()
+    """Methods of the released classes whose work the mixin does itself, so that an override would not be called."""
 
 
-V1 = Family("omni_npu_phase.mixin:PhaseRoutingMixin", "omni_npu_phase.runtimes:runtime_of")
+V1 = Family(
+    "omni_npu_phase.mixin:PhaseRoutingMixin",
+    "omni_npu_phase.runtimes:runtime_of",
+    bypassed=("_maybe_run_batch_preprocess", "_store_value"),
+)
 V2 = Family("omni_npu_phase.model_state:PhaseStateMixin", "omni_npu_phase.runtimes.v2:check")
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import logging
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from omni_npu_phase import PhaseRoutingMixin, plugin, workers
 from omni_npu_phase.runtimes import UnsupportedRuntimeError
-from omni_npu_phase.runtimes.places import PLACES
+from omni_npu_phase.runtimes.places import PLACES, V1
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("ar", "generation")
@@ -208,6 +210,43 @@ class TestForeign:
         plugin.install()
         assert _names("ar")["defined"] is released
         assert any("GPUARModelRunner overrides _talker_mtp_forward" in line for line in said)
+
+    @pytest.mark.usefixtures("taken_back")
+    @pytest.mark.parametrize("decorate", [lambda function: function, torch.inference_mode()], ids=["plain", "torch"])
+    def test_a_patch_that_wraps_is_kept(
+        self,
+        decorate: Callable[[Any], Any],
+        released: type,
+        monkeypatch: pytest.MonkeyPatch,
+        said: list[str],
+    ) -> None:
+        """functools.wraps gives a patch the module of what it wraps."""
+        original = released._preprocess  # type: ignore[attr-defined]
+
+        @decorate
+        @functools.wraps(original)
+        def patch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(plugin, "_made", {})
+        monkeypatch.setattr(released, "_preprocess", patch)
+        plugin.install()
+        assert _names("ar")["defined"] is released
+        assert any("GPUARModelRunner overrides _preprocess" in line for line in said)
+
+    def test_torchs_own_decorators_are_no_patch(self, released: type, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(plugin, "_made", {})
+        monkeypatch.setattr(released, "_preprocess", torch.inference_mode()(released._preprocess))  # type: ignore[attr-defined]
+        assert issubclass(plugin.phase_runner(released), PhaseRoutingMixin)
+
+    @pytest.mark.parametrize("method", V1.bypassed)
+    def test_an_override_that_the_mixin_would_not_call_is_kept(
+        self, method: str, released: type, said: list[str]
+    ) -> None:
+        cls = type("Bypassed", (released,), {method: lambda self, *args, **kwargs: None, "__module__": __name__})
+        assert plugin.phase_runner(cls) is cls
+        (line,) = said
+        assert f"Bypassed overrides {method}, and so is responsible" in line
 
     def test_a_later_subclass_that_overrides_is_kept(
         self, mixed: type, released: type, monkeypatch: pytest.MonkeyPatch, said: list[str]
