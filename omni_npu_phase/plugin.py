@@ -40,7 +40,7 @@ def install() -> None:
 
     OMNI_NPU_PHASE=off installs nothing, and takes back what was installed. A class that is refused stays as it is and
     is named in a warning; with ``strict`` that is an error. Raises ValueError for another value of OMNI_NPU_PHASE, and
-    with ``strict`` :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`, here or where a refused class is imported.
+    with ``strict`` :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`, here or where it is imported.
     """
     if chosen_mode() == "off":
         uninstall()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 import logging
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -79,6 +81,10 @@ class Runtime:
         return [
             *(line for name, taken in self.methods.items() for line in method_mismatches(released, name, taken)),
             *(line for name, taken in self.functions.items() for line in _function_mismatches(name, taken)),
+            *(
+                f"_preprocess returns {values} values, not {self.preprocess_values}"
+                for values in sorted(values_returned(released, "_preprocess") - {self.preprocess_values})
+            ),
         ]
 
 
@@ -88,7 +94,7 @@ def method_mismatches(released: Sequence[type], name: str, taken: Taken) -> Iter
     if not definitions or not callable(definitions[0]):
         yield f"no method {name}"
         return
-    yield from _call_mismatches(name, list(inspect.signature(definitions[0]).parameters.values())[1:], taken)
+    yield from _call_mismatches(name, definitions[0], taken, bound=1)
     named = names_in(released, name)
     yield from (f"{name} names no {wanted}" for wanted in taken.names if wanted not in named)
 
@@ -97,7 +103,7 @@ def _function_mismatches(name: str, taken: Taken) -> Iterator[str]:
     label = name.replace(":", ".")
     try:
         function = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever a package raises on import, the list must stay complete
         yield f"no {label} ({error})"
         return
     if taken.parameters is None or isinstance(function, type):
@@ -106,12 +112,17 @@ def _function_mismatches(name: str, taken: Taken) -> Iterator[str]:
     if not callable(function):
         yield f"no {label}"
     else:
-        yield from _call_mismatches(label, list(inspect.signature(function).parameters.values()), taken)
+        yield from _call_mismatches(label, function, taken)
 
 
-def _call_mismatches(name: str, parameters: Sequence[inspect.Parameter], taken: Taken) -> Iterator[str]:
-    """What stands against calling a function with these parameters (without ``self``) as it is taken."""
+def _call_mismatches(name: str, function: Callable[..., Any], taken: Taken, bound: int = 0) -> Iterator[str]:
+    """What stands against calling a function as it is taken, after ``bound`` arguments that come by themselves."""
     if taken.parameters is None:
+        return
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[bound:]
+    except (TypeError, ValueError) as error:
+        yield f"{name} has no signature ({error})"
         return
     kinds = {parameter.kind for parameter in parameters}
     given = [wanted for wanted in taken.parameters if wanted != "*"]
@@ -119,6 +130,7 @@ def _call_mismatches(name: str, parameters: Sequence[inspect.Parameter], taken: 
     named = {parameter.name: parameter for parameter in parameters if parameter.kind not in _OPEN}
     ordered = [parameter.name for parameter in parameters if parameter.kind in _PLACED]
     open_place, open_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+    placed = [wanted for wanted in given[:by_place] if wanted not in named or wanted in ordered]
     missing = [
         wanted
         for place, wanted in enumerate(given)
@@ -126,8 +138,18 @@ def _call_mismatches(name: str, parameters: Sequence[inspect.Parameter], taken: 
     ]
     if missing:
         yield f"{name} takes no {', '.join(missing)}"
-    elif any(found != wanted for found, wanted in zip(ordered, given[:by_place], strict=False)):
+    elif any(found != wanted for found, wanted in zip(ordered, placed, strict=False)):
         yield f"{name} takes ({', '.join(ordered)}) in another order than ({', '.join(given[:by_place])})"
+    by_name_only = [wanted for wanted in given[:by_place] if wanted in named and wanted not in ordered]
+    if by_name_only:
+        yield f"{name} takes {', '.join(by_name_only)} by name only"
+    by_position_only = [
+        wanted
+        for wanted in given[by_place:]
+        if wanted in named and named[wanted].kind is inspect.Parameter.POSITIONAL_ONLY
+    ]
+    if by_position_only:
+        yield f"{name} takes {', '.join(by_position_only)} by position only"
     further = [
         parameter.name
         for parameter in named.values()
@@ -145,12 +167,31 @@ def names_in(classes: Sequence[type], method: str) -> frozenset[str]:
     """Every attribute, keyword, variable and string that a method's code names, in vLLM-Omni and in overrides of it."""
     names: set[str] = set()
     for cls in classes:
-        code = getattr(inspect.unwrap(vars(cls)[method]), "__code__", None) if method in vars(cls) else None
+        code = _code_of(cls, method)
         names.update(_names_of(code))
         # An override from elsewhere may leave the work to vLLM-Omni's method; what that replaces is not run.
-        if code is not None and cls.__module__.partition(".")[0] == "vllm_omni":
+        if code is not None and _is_vllm_omnis(cls):
             break
     return frozenset(names)
+
+
+def values_returned(classes: Sequence[type], method: str) -> set[int]:
+    """How many values vLLM-Omni's own method returns, where its code shows that: in tuples built for a return."""
+    codes = (_code_of(cls, method) for cls in classes if _is_vllm_omnis(cls))
+    code = next((code for code in codes if code is not None), None)
+    return {
+        built.arg
+        for built, after in pairwise(dis.get_instructions(code) if code is not None else ())
+        if built.opname == "BUILD_TUPLE" and after.opname == "RETURN_VALUE" and built.arg is not None
+    }
+
+
+def _code_of(cls: type, method: str) -> CodeType | None:
+    return getattr(inspect.unwrap(vars(cls)[method]), "__code__", None) if method in vars(cls) else None
+
+
+def _is_vllm_omnis(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "vllm_omni"
 
 
 def _names_of(constant: Any) -> Iterator[str]:
@@ -180,7 +221,7 @@ def runtime_of(released: tuple[type, ...]) -> Runtime:
     for runtime in known_runtimes():
         mismatches[runtime.name] = runtime.mismatches(released)
         if not mismatches[runtime.name]:
-            _say_untested(runtime)
+            say_untested(runtime.name, runtime.release)
             return runtime
     nearest = min(mismatches, key=lambda name: len(mismatches[name]))
     raise UnsupportedRuntimeError(
@@ -189,15 +230,16 @@ def runtime_of(released: tuple[type, ...]) -> Runtime:
     )
 
 
-def _say_untested(runtime: Runtime) -> None:
+def say_untested(name: str, release: str) -> None:
+    """Note in the log that another release is installed than the one whose runtime ``name`` was found."""
     try:
         installed = metadata.version("vllm-omni")
     except metadata.PackageNotFoundError:
         return
-    if re.findall(r"\d+", installed)[:2] != runtime.release.split("."):
+    if re.findall(r"\d+", installed)[:2] != release.split("."):
         logger.warning(
             "vllm-omni %s is not among the releases this was tested with; its runner offers what that of %s does, "
             "and is treated alike.",
             installed,
-            runtime.name,
+            name,
         )

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from omni_npu_phase.runtimes import Taken, UnsupportedRuntimeError, method_mismatches
+from omni_npu_phase.runtimes import Taken, UnsupportedRuntimeError, method_mismatches, say_untested
 
-NAME = "vLLM-Omni 0.30 (Model Runner V2)"
+RELEASE = "0.30"
+NAME = f"vLLM-Omni {RELEASE} (Model Runner V2)"
 GATHERING_HOOK = "preprocess_decode_batch_mrv2"
 """V2's own batched hook; the released state prefers it to the one of V1."""
 WARMUP = "_warmup_"
@@ -112,13 +113,17 @@ def mismatches(released: Sequence[type]) -> list[str]:
 
 @cache
 def check(released: tuple[type, ...]) -> None:
-    """Refuse classes that are no model state of this runtime. Raises :class:`UnsupportedRuntimeError` with the list."""
+    """Refuse classes that are no model state of this runtime. Raises :class:`UnsupportedRuntimeError` with the list.
+
+    A release that was not tested is noted as :func:`~omni_npu_phase.runtimes.runtime_of` does.
+    """
     lines = mismatches(released)
     if lines:
         raise UnsupportedRuntimeError(
             f"{released[0].__module__}.{released[0].__qualname__} is no model state that omni-npu-phase knows. "
             f"{NAME}: {'; '.join(lines)}"
         )
+    say_untested(NAME, RELEASE)
 
 
 def _set_by(classes: Sequence[type]) -> set[str]:

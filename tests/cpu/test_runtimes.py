@@ -6,12 +6,14 @@ Holds for every release that a runtime is for; ci/matrix runs it on each.
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 import logging
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from itertools import pairwise
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,7 @@ SHARED = {
     (method, name)
     for method, taken in OWN.methods.items()
     for name in taken.names
-    if all(name in one.methods[method].names for one in known_runtimes())
+    if all(method in one.methods and name in one.methods[method].names for one in known_runtimes())
 }
 METHODS = list(OWN.methods)
 NAMES = [(method, name) for method, taken in OWN.methods.items() for name in taken.names]
@@ -93,7 +95,9 @@ def _signed(change: Callable[[list[inspect.Parameter]], Sequence[inspect.Paramet
         function = inspect.unwrap(method)
         other = FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
         own, *parameters = inspect.signature(method).parameters.values()
-        other.__signature__ = inspect.Signature([own, *change(parameters)])  # type: ignore[attr-defined]
+        other.__signature__ = inspect.Signature(
+            [own.replace(kind=inspect.Parameter.POSITIONAL_ONLY), *change(parameters)]
+        )  # type: ignore[attr-defined]
         return other
 
     return changed
@@ -106,6 +110,35 @@ def _renamed(parameter: str) -> Callable[[Any], Any]:
 def _swapped(known: list[inspect.Parameter]) -> list[inspect.Parameter]:
     first, second = (one.replace(default=inspect.Parameter.empty) for one in known[:2])
     return [second, first, *known[2:]]
+
+
+def _of_kind(kind: Any) -> Callable[[list[inspect.Parameter]], list[inspect.Parameter]]:
+    """A change of the last parameter's kind, or of all of them where the language does not allow for less."""
+
+    def changed(known: list[inspect.Parameter]) -> list[inspect.Parameter]:
+        if kind is inspect.Parameter.KEYWORD_ONLY:
+            return [*known[:-1], known[-1].replace(kind=kind)]
+        return [one.replace(kind=kind) for one in known]
+
+    return changed
+
+
+def _returning(values: int) -> Callable[[Any], Any]:
+    """A change of how many values a method returns, in code that is only looked at."""
+
+    def change(method: Any) -> Any:
+        function = inspect.unwrap(method)
+        code = bytearray(function.__code__.co_code)
+        for built, after in pairwise(dis.get_instructions(function)):
+            if (built.opname, after.opname) == ("BUILD_TUPLE", "RETURN_VALUE"):
+                code[built.offset + 1] = values
+        other = FunctionType(
+            function.__code__.replace(co_code=bytes(code)), function.__globals__, closure=function.__closure__
+        )
+        other.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+        return other
+
+    return change
 
 
 def _with_further(known: list[inspect.Parameter]) -> list[inspect.Parameter]:
@@ -173,6 +206,24 @@ def test_a_release_that_was_not_tested_is_noted(
     assert [record.getMessage() for record in caplog.records] == (expected if noted else [])
 
 
+@pytest.mark.parametrize(("installed", "noted"), [("0.31.0", True), ("0.30.2", False)])
+def test_it_is_noted_for_model_states_too(
+    installed: str,
+    noted: bool,
+    released_state: type,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from omni_npu_phase.runtimes import v2
+
+    monkeypatch.setattr(runtimes.metadata, "version", lambda package: installed)
+    classes = type("State", (released_state,), {}).__mro__
+    with caplog.at_level(logging.INFO, "omni_npu_phase"):
+        v2.check(classes)
+        v2.check(classes)
+    assert [v2.NAME in record.getMessage() for record in caplog.records] == ([True] if noted else [])
+
+
 # Refused.
 
 
@@ -216,6 +267,70 @@ def test_a_further_parameter_is_named(method: str, released: type) -> None:
     classes = _copies(released, {method: _signed(_with_further)})
     assert OWN.mismatches(classes) == [f"{method} also needs further"]
     assert f"{method} also needs further" in _refusal(classes)
+
+
+@pytest.mark.parametrize("method", CALLED)
+def test_how_parameters_are_given_is_named(method: str, released: type) -> None:
+    parameters = list(OWN.methods[method].parameters or ())
+    kind, line = (
+        (inspect.Parameter.POSITIONAL_ONLY, f"{method} takes {', '.join(parameters[1:])} by position only")
+        if parameters[0] == "*"
+        else (inspect.Parameter.KEYWORD_ONLY, f"{method} takes {parameters[-1]} by name only")
+    )
+    classes = _copies(released, {method: _signed(_of_kind(kind))})
+    assert OWN.mismatches(classes) == [line]
+    assert line in _refusal(classes)
+
+
+@pytest.mark.parametrize("values", [5, 7])
+def test_another_number_of_values_is_named(values: int, released: type) -> None:
+    classes = _copies(released, {"_preprocess": _returning(values)})
+    assert OWN.mismatches(classes) == [f"_preprocess returns {values} values, not 6"]
+    assert f"_preprocess returns {values} values, not 6" in _refusal(classes)
+
+
+def _two_or_three(a: Any, b: Any) -> Any:
+    if a:
+        return a, b
+    return a, a, b
+
+
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [
+        (lambda self, a, b: (a, b), {2}),
+        (_two_or_three, {2, 3}),
+        (lambda self, a, b: (a, *b), set()),
+        (lambda self, a, b: a, set()),
+        (print, set()),
+    ],
+)
+def test_values_are_counted_where_the_code_shows_them(method: Any, values: set[int], released: type) -> None:
+    theirs = type("Theirs", (), {"__module__": "somewhere", "_preprocess": lambda self, a: (a, a, a, a)})
+    own = type("Own", (), {"__module__": "vllm_omni.other", "_preprocess": method})
+    assert runtimes.values_returned((theirs, own), "_preprocess") == values
+
+
+def test_what_has_no_signature_is_named(released: type) -> None:
+    """As callables of compiled extensions."""
+
+    class Compiled:
+        __signature__ = "none"
+
+        def __call__(self) -> None: ...
+
+    lines = OWN.mismatches(_copies(released, {"_update_intermediate_buffer": lambda _: Compiled()}))
+    assert lines[0].startswith("_update_intermediate_buffer has no signature (")
+
+
+def test_whatever_a_package_raises_on_import_is_a_line(released: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> Any:
+        raise RuntimeError("libascend_hal.so: wrong driver")
+
+    monkeypatch.setattr(runtimes.pkgutil, "resolve_name", fails)
+    lines = OWN.mismatches(_copies(released, {"_talker_mtp_forward": lambda _: None}))
+    assert lines[0] == "no method _talker_mtp_forward"
+    assert lines[1:] == [f"no {name.replace(':', '.')} (libascend_hal.so: wrong driver)" for name in OWN.functions]
 
 
 def test_everything_is_named_at_once(released: type) -> None:
