@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -237,12 +238,7 @@ def _overlaid(run: Recording, placed: _Placed) -> str:
 def _owned_fields(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
     """The fields as forward and postprocess of the step read them, and nested state that hooks own (M9)."""
     for placed in rows:
-        row = placed.row
-        truth = {
-            contract.PROMPT_LEN: row.prompt,
-            contract.NUM_COMPUTED: row.computed,
-            contract.IS_PREFILL: row.prefill,
-        }
+        row, truth = placed.row, _owned(placed.row)
         live = step.live.get(row.request, {})
         for name, value in truth.items():
             if type(live.get(name)) is not type(value) or live[name] != value:
@@ -253,9 +249,15 @@ def _owned_fields(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> 
         if run.scenario.setting.nested:
             kept = "once" in live.get(recording.NESTED, {})
             yield "M9", f"{placed}: a nested value the hook popped is back" if kept else ""
-    order = [log.get(contract.PROMPT_LEN) for log in step.log.postprocess]
-    wanted = [placed.row.prompt for placed in rows]
-    yield "M9", "" if order == wanted else f"postprocess reads prompt lengths {order} for {wanted}"
+    # As text, for 1 is not True.
+    found = str([[log.get(name) for name in contract.FIELDS] for log in step.log.postprocess])
+    wanted = str([list(_owned(placed.row).values()) for placed in rows])
+    yield "M9", "" if found == wanted else f"postprocess reads (P, C, is prefill) as {found}, not {wanted}"
+
+
+def _owned(row: Row) -> dict[str, Any]:
+    """The runner-owned fields of a row, in the contract's order."""
+    return dict(zip(contract.FIELDS, (row.prompt, row.computed, row.prefill), strict=True))
 
 
 def _batch_hook(run: Recording, step: StepRecord) -> Iterator[Finding]:

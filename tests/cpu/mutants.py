@@ -184,6 +184,12 @@ def _write_while_planning(runner: Any, rows: StepPlan) -> StepPlan:
     return rows
 
 
+def _progress_for_postprocess(original: Any, runner: Any, *args: Any) -> None:
+    for request in runner.input_batch.req_ids:
+        live_info(runner, request).update({contract.NUM_COMPUTED: 99, contract.IS_PREFILL: None})
+    original(runner, *args)
+
+
 def _live_only_once(original: Any, port: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
     given = port.__dict__.setdefault("_given", set())
     again = given.issuperset(rows)
@@ -557,6 +563,8 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(routing, "_storable", lambda original, update: update), Change(_Port, "infos", _live_only_once))),
     Mutant("fields-left-to-hooks", ("M9",), "fields that a hook changed in what it was handed stay changed",
            (Change(_Port, "infos", _live_only_once),)),
+    Mutant("postprocess-fields", ("M9",), "postprocess reads another progress and phase than the hooks did",
+           (Change(PhaseRoutingMixin, "_process_additional_information_updates", _progress_for_postprocess),)),
     Mutant("batch-hook-after-the-hooks", ("M10",), "preprocess_batch runs behind the per-row hooks",
            (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_last),)),
     Mutant("batch-hook-twice", ("M10",), "preprocess_batch runs twice", (Change(routing, "route", _batch_hook_again),)),
