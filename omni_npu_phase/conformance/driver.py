@@ -138,7 +138,7 @@ class _Bench:
             behaviour, batched=variant.hook == "batched", mtp=variant.mtp, max_rows=self.max_requests, device=device
         )
         self.runner = self._make_runner(cls)
-        self.model.buffer = self._inputs()[1]
+        self.model.ids, self.model.buffer = self._inputs()
         self.model.returning = self._remember
         self.hidden = torch.zeros(self.max_tokens, HIDDEN, device=device)
 
@@ -282,7 +282,8 @@ class _Bench:
 
     def _new_info(self, request: str) -> dict[str, Any]:
         """What a request's live buffer holds from its first step on."""
-        return {"voice": "v", **({recording.NESTED: {"once": request}} if self.scenario.setting.nested else {})}
+        info: dict[str, Any] = {"voice": "v", recording.MARK: {recording.ARRIVED: request}}
+        return {**info, **({recording.NESTED: {"once": request}} if self.scenario.setting.nested else {})}
 
     def _prompt(self, row: Row) -> list[int]:
         return [self._token(row, position) for position in range(row.prompt)]

@@ -304,9 +304,12 @@ def _slices(run: Recording, placed: _Placed) -> str:
     if call.token_ids != wanted:
         return f"{placed} was given {len(call.token_ids)} token ids that are not its own"
     if call.offset is None:
-        return f"{placed} was given no embeddings slice"
+        return f"{placed} was not given its slice of the embeddings"
     if call.offset != placed.start or call.given_shape != (row.span, recording.HIDDEN):
         return f"{placed} was given embeddings {call.given_shape} at row {call.offset} instead of {placed.start}"
+    if call.ids_offset != placed.start:
+        where = "in a copy" if call.ids_offset is None else f"at row {call.ids_offset}"
+        return f"{placed} was given its token ids {where}, not at row {placed.start} of the runner's own buffer"
     return ""
 
 
@@ -409,6 +412,8 @@ def _updates(run: Recording, step: StepRecord, rows: Sequence[_Placed], history:
         for mark in (marks.get("token"), marks.get("scalar")):
             right = mark is not None and int(mark) == wanted
             yield "R8", "" if right else f"{placed}: its buffer holds {mark} where its own update has {wanted}"
+        merged = marks.get(recording.ARRIVED) == row.request
+        yield "R8", "" if merged else f"{placed}: its update replaced the nested values that its buffer held"
         if behaviour.updates == "moves":
             known = history.marks.setdefault(row.request, [None, None])
             for info, last in ((placed.calls[0].info, known[-2]), (live, known[-1])):

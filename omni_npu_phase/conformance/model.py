@@ -21,6 +21,8 @@ CODES = 5
 POSITIONS = 4096
 NEW_IDS = 1 << 20
 """Added to every token id by a model that returns other ids."""
+ARRIVED = "arrived"
+"""Name of a nested value that a request arrives with, beside those that its updates bring."""
 BATCH_MARK = "batch_hook"
 BEFORE = "before"
 MARK = "mark"
@@ -86,6 +88,8 @@ class HookCall:
     request_id: Any
     offset: int | None = None
     """Buffer row at which the given embeddings slice begins, and its shape; None for hooks that get none."""
+    ids_offset: int | None = None
+    """Buffer row at which the given token ids begin; None for hooks that get a copy of them."""
     given_shape: tuple[int, ...] | None = None
     given: list[list[float]] | None = None
     call: int = 0
@@ -115,7 +119,7 @@ class Log:
 
 
 class RecordingModel:
-    """A model with every optional hook of the contract. ``buffer`` is the runner's input embeddings buffer."""
+    """A model with every optional hook of the contract. ``ids`` and ``buffer`` are the runner's input buffers."""
 
     has_postprocess = True
     talker_mtp_graph_safe = True
@@ -128,6 +132,7 @@ class RecordingModel:
         self.behaviour = behaviour
         self.device = device
         self.log = Log()
+        self.ids: torch.Tensor | None = None
         self.buffer: torch.Tensor | None = None
         self.returning: Callable[[], None] = lambda: None
         """Called whenever a per-row hook is about to return."""
@@ -157,10 +162,11 @@ class RecordingModel:
         token_ids = [int(value) for value in input_ids.reshape(-1).tolist()]
         call = HookCall("scalar", token_ids, copy_info(info), request_of(info), call=self.log.calls)
         if input_embeds is not None and self.buffer is not None:
-            stride = self.buffer.stride(0) * self.buffer.element_size()
-            call.offset = (input_embeds.data_ptr() - self.buffer.data_ptr()) // stride
+            call.offset = _row_in(self.buffer, input_embeds)
             call.given_shape = tuple(input_embeds.shape)
             call.given = input_embeds.float().tolist()
+        if self.ids is not None:
+            call.ids_offset = _row_in(self.ids, input_ids)
         self.log.hooks.append(call)
         self.log.calls += 1
         if self.behaviour.mutates == "nested":
@@ -174,7 +180,7 @@ class RecordingModel:
         updates = self._updates(token_ids[-1], info)
         one_token = len(token_ids) == 1
         offered = {"one_token": one_token, "every_row": True, "never": False}[self.behaviour.mtp_inputs]
-        if self._mtp and offered:
+        if offered and (self._mtp or self.behaviour.mtp_inputs == "every_row"):
             updates[contract.MTP_INPUTS] = (
                 self._rows([_vector(_HIDDEN, token_ids[-1])]),
                 self._rows([_vector(_TEXT, token_ids[-1])])[0],
@@ -316,6 +322,13 @@ def request_of(info: Mapping[str, Any]) -> Any:
 def copy_info(info: Mapping[str, Any]) -> dict[str, Any]:
     """A live buffer as it is now, nested dictionaries included."""
     return {key: dict(value) if isinstance(value, dict) else value for key, value in info.items()}
+
+
+def _row_in(buffer: torch.Tensor, given: torch.Tensor) -> int | None:
+    """The row of a buffer at which a tensor begins; None for a tensor in other memory."""
+    if given.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+        return None
+    return (given.storage_offset() - buffer.storage_offset()) // buffer.stride(0)
 
 
 def _replace(result: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

@@ -215,6 +215,13 @@ def _runs_of(alter: Callable[[StepPlan], StepPlan]) -> Change:
     return Change(StepPlan, "runs", lambda original, rows, **how: original(alter(rows), **how))
 
 
+def _inputs_left_without_mtp(original: Any, port: Any, row: int, info: dict[str, Any], *rest: Any) -> Any:
+    raw = original(port, row, info, *rest)
+    if port.mtp_width is None and MTP_INPUTS in (raw[-1] or ()):
+        info[MTP_INPUTS] = raw[-1][MTP_INPUTS]
+    return raw
+
+
 def _one_token_rows(rows: StepPlan) -> StepPlan:
     return replace(rows, eligible=[span == 1 for span in rows.spans])
 
@@ -328,6 +335,13 @@ def _noted_updates_again(original: Any, runner: Any, *args: Any) -> None:
     for rows, numbers, updates in runner.__dict__.pop("_noted_updates", ()):
         for row, update in zip(numbers, updates, strict=True):
             runner._update_intermediate_buffer(rows.request_ids[row], update)
+
+
+def _nested_replaced(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    for info, update in zip(port.infos(rows), updates, strict=True):
+        for name in [key for key, value in update.items() if isinstance(value, dict) and value is not info.get(key)]:
+            info[name] = {}
+    original(port, rows, updates)
 
 
 def _uncallable_hook_taken(original: Any, rows: StepPlan, port: Any) -> None:
@@ -603,6 +617,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("updates-of-the-first", ("R8",), "only a batch's first row gets its updates",
            (Change(_Port, "store_updates", _first_update_only),)),
     Mutant("updates-twice", ("R8",), "updates are merged twice", (Change(_Port, "store_updates", _updates_twice),)),
+    Mutant("nested-updates-replace", ("R8",), "an update's nested dictionary replaces the stored one",
+           (Change(_Port, "store_updates", _nested_replaced),)),
     Mutant("updates-again-later", ("R8",), "updates are merged again behind postprocess",
            (Change(_Port, "store_updates", _updates_noted),
             Change(PhaseRoutingMixin, "_process_additional_information_updates", _noted_updates_again))),
@@ -612,6 +628,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("copied-slice", ("R9",), "the scalar hook gets a copy of its embeddings slice",
            (Change(_Port, "call_scalar", lambda original, port, row, info, ids, embeds:
                    original(port, row, info, ids, embeds.clone())),)),
+    Mutant("copied-ids", ("R9",), "the scalar hook gets a copy of its token ids",
+           (Change(_Port, "call_scalar", lambda original, port, row, info, ids, embeds:
+                   original(port, row, info, ids.clone(), embeds)),)),
     Mutant("ids-absent-for-hooks", ("R10",), "hooks get no token ids where the forward gets none",
            (Change(_Port, "call_scalar", _without_ids), Change(_Port, "call_batch", _without_ids)),
            raises=("AttributeError",)),
@@ -715,6 +734,8 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(_Port, "call_scalar", _row_in_mtp_unchecked),)),
     Mutant("mtp-inputs-stored", ("E6",), "mtp_inputs that are not consumed are stored with the request",
            (Change(routing, "_storable", lambda original, update: update),)),
+    Mutant("mtp-inputs-stored-without-mtp", ("E6",), "a model without MTP finds its mtp_inputs stored",
+           (Change(_Port, "call_scalar", _inputs_left_without_mtp),)),
     Mutant("mtp-inputs-demanded", ("E7",), "an eligible row without mtp_inputs is a KeyError",
            (Change(results, "_mtp_inputs", _unchecked_mtp_inputs),), raises=("KeyError",)),
     Mutant("blank-mtp-inputs", ("E7",), "an eligible row without mtp_inputs goes to MTP with zeros",

@@ -73,6 +73,18 @@ def test_released_runner(both: Report) -> None:
     assert "on batched calls" in by_id["R7"].detail
 
 
+def test_released_runner_that_replaces_nested_values(released: type) -> None:
+    def replace_nested(self: Any, req_id: str, upd: Any) -> None:
+        live = self.model_intermediate_buffer.get(req_id, {})
+        for key in [key for key, value in (upd or {}).items() if isinstance(value, dict)]:
+            live.pop(key, None)
+        released._update_intermediate_buffer(self, req_id, upd)  # type: ignore[attr-defined]
+
+    runner = type("Replaces", (released,), {"_update_intermediate_buffer": replace_nested})
+    report = suite.verify(suite.RunnerClasses("x", runner), ("released",), scenarios=[BY_ID["tail"], BY_ID["mixed"]])
+    assert "R8" in {result.id for result in report.clauses if result.failed}
+
+
 def test_default_tiers() -> None:
     report = suite.verify(suite.load_runner("gpu-v1"), ("released", "mixin"), scenarios=[BY_ID["tail"]])
     assert {result.tier for result in report.of("released")} == {"required"}
