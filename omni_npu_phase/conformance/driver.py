@@ -196,14 +196,24 @@ class _Bench:
 
     def _preprocess(self, rows: Step, buffer_rows: int) -> Sequence[Any]:
         """The step up to the model forward; gives the token ids and embeddings that the forward gets, and more."""
-        scheduled = _scheduler_output(rows, reverse=self.scenario.setting.scheduled_reversed)
+        scheduled = self._scheduler_output(rows)
         outputs: Sequence[Any] = self.runner._preprocess(scheduled, buffer_rows)
         self.runner._gather_runtime_additional_information()
         return outputs
 
+    def _scheduler_output(self, rows: Step) -> Any:
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        output = SchedulerOutput.make_empty()
+        scheduled = list(zip((row.request for row in rows), self._claimed_spans(rows), strict=True))
+        reverse = self.scenario.setting.scheduled_reversed
+        output.num_scheduled_tokens = dict(reversed(scheduled) if reverse else scheduled)
+        output.total_num_scheduled_tokens = sum(row.span for row in rows)
+        return output
+
     def _postprocess(self, rows: Step) -> None:
         spans = np.array([row.span for row in rows], dtype=np.int32)
-        scheduled = _scheduler_output(rows, reverse=self.scenario.setting.scheduled_reversed)
+        scheduled = self._scheduler_output(rows)
         self.runner._process_additional_information_updates(self.hidden, None, spans, scheduled)
 
     def _finish_step(self, rows: Step, step: StepRecord) -> None:
@@ -299,10 +309,18 @@ class _Bench:
             for index in range(row.span):
                 ids[start + index] = self._token(row, row.computed + index)
         starts = runner.query_start_loc.cpu
-        starts[: len(offsets)] = torch.tensor(offsets, dtype=starts.dtype)
+        starts[: len(offsets)] = torch.tensor(self._claimed_offsets(rows, offsets), dtype=starts.dtype)
         for buffer in (runner.input_ids, runner.query_start_loc):
             device_side(buffer).copy_(buffer.cpu)
         device_side(runner.inputs_embeds).fill_(UNTOUCHED)
+
+    def _claimed_spans(self, rows: Step) -> list[int]:
+        return [self.scenario.setting.claimed_spans.get(row.request, row.span) for row in rows]
+
+    def _claimed_offsets(self, rows: Step, offsets: Sequence[int]) -> list[int]:
+        claimed = self.scenario.setting.claimed_offsets
+        own = [claimed.get(row.request, start) for row, start in zip(rows, offsets, strict=False)]
+        return [*own, *offsets[len(rows) :]]
 
     # Observation.
 
@@ -391,16 +409,6 @@ def _accepted(method: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
     """Those keywords that this release's method takes."""
     parameters = inspect.signature(method).parameters
     return {name: value for name, value in keywords.items() if name in parameters}
-
-
-def _scheduler_output(rows: Step, *, reverse: bool) -> Any:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    output = SchedulerOutput.make_empty()
-    scheduled = [(row.request, row.span) for row in rows]
-    output.num_scheduled_tokens = dict(reversed(scheduled) if reverse else scheduled)
-    output.total_num_scheduled_tokens = sum(row.span for row in rows)
-    return output
 
 
 def _make_runner(

@@ -349,6 +349,14 @@ def _no_mtp_inputs(hook: str, result: tuple[Any, ...]) -> Any:
     return _replace(result, -1, {key: value for key, value in result[-1].items() if key != contract.MTP_INPUTS})
 
 
+def _mtp_inputs(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[str, tuple[Any, ...]], Any]:
+    def fault(hook: str, result: tuple[Any, ...]) -> Any:
+        inputs = result[-1].get(contract.MTP_INPUTS)
+        return result if inputs is None else _replace(result, -1, {**result[-1], contract.MTP_INPUTS: change(*inputs)})
+
+    return fault
+
+
 def _no_dictionary(hook: str, result: tuple[Any, ...]) -> Any:
     return _replace(result, -1, None if hook == "scalar" else [None, *result[-1][1:]])
 
@@ -364,6 +372,8 @@ FAULTS: Mapping[str, Callable[[str, tuple[Any, ...]], Any]] = {
     "other_ids": lambda hook, result: _replace(result, 0, torch.cat([result[0], result[0]])),
     "no_dictionary": _no_dictionary,
     "no_mtp_inputs": _no_mtp_inputs,
+    "wide_mtp_inputs": _mtp_inputs(lambda hidden, text_step: (hidden, torch.cat([text_step, text_step]))),
+    "three_mtp_inputs": _mtp_inputs(lambda hidden, text_step: (hidden, text_step, text_step)),
     "wrong_rank": _embeds(lambda embeds: embeds.unsqueeze(0)),
     "wrong_width": _embeds(lambda embeds: embeds[:, :-1]),
     "integer_embeds": _embeds(lambda embeds: embeds.to(torch.int64)),

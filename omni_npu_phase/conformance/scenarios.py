@@ -110,6 +110,10 @@ class Setting:
     """Requests whose state is missing (E4)."""
     buffer_short: int = 0
     """Rows by which the step's buffer is shorter than its spans (E4)."""
+    claimed_spans: Mapping[str, int] = field(default_factory=dict)
+    """Spans by request that the scheduler claims instead of the rows' own (E4)."""
+    claimed_offsets: Mapping[str, int] = field(default_factory=dict)
+    """Offsets by request that the runner is given instead of the rows' own (E4)."""
     scheduled_reversed: bool = False
     """Whether the scheduler's dictionary lists requests in another order than the batch (M7)."""
     generation: bool = False
@@ -157,6 +161,15 @@ _MIXED: Step = (
     row("one", 1, 0, 1, PREFILL),
 )
 _DECODES: Step = (row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP), row("c", 2, 9, 1, MTP))
+_MANY: Step = tuple(row(f"m{i}", 2 + i, 3 + 2 * i, 1, MTP) for i in range(10))
+_MANY_SCATTERED: Step = (
+    row("pre", 9, 0, 3, PREFILL),
+    *(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _MANY[4:]),
+    row("tail", 5, 4, 1, TAIL),
+    *(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _MANY[1:4]),
+    row("long", 3, 4, 2, DECODE),
+    row("m0", 2, 4, 1, MTP),
+)
 _SCALAR_FAULT: tuple[Step, ...] = (
     step(row("p", 6, 0, 4, PREFILL), row("a", 3, 3, 1, MTP)),
     step(row("p", 6, 4, 2, PREFILL), row("a", 3, 4, 1, MTP)),
@@ -247,6 +260,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("adjacent-decodes", "adjacent decode requests, each with its own codes", ("R3", "R8", "T5"),
              (_DECODES, step(*(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _DECODES))),
              report="omni#3420"),
+    Scenario("many-decodes", "ten decode rows, adjacent and scattered", ("R3", "R8", "T1", "T4", "T5"),
+             (_MANY, _MANY_SCATTERED)),
     Scenario("swapped", "decode rows swapped between steps", ("M7", "R3", "T5"),
              (step(row("a", 3, 3, 1, MTP), row("b", 4, 4, 1, MTP)),
               step(row("b", 4, 5, 1, MTP), row("a", 3, 4, 1, MTP))), report="omni#2690"),
@@ -361,6 +376,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("outside-buffer", "a span that leaves the step's buffer", ("E4",),
              (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
              behaviour=Behaviour(preprocess_batch="records"), setting=Setting(buffer_short=1), error="E4"),
+    Scenario("negative-span", "a scheduled span of less than nothing", ("E4",),
+             (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
+             behaviour=Behaviour(preprocess_batch="records"), setting=Setting(claimed_spans={"a": -1}), error="E4"),
+    Scenario("negative-offset", "a span that begins before the step's buffer", ("E4",),
+             (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
+             behaviour=Behaviour(preprocess_batch="records"), setting=Setting(claimed_offsets={"a": -1}), error="E4"),
+    Scenario("offset-outside-buffer", "a span that begins behind the step's buffer", ("E4",),
+             (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
+             behaviour=Behaviour(preprocess_batch="records"), setting=Setting(claimed_offsets={"a": 99}), error="E4"),
     Scenario("missing-state", "a row without request state", ("E4",),
              (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
              behaviour=Behaviour(preprocess_batch="records"), setting=Setting(missing=frozenset({"a"})), error="E4"),
@@ -370,6 +394,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     _scalar_fault("other_ids", "another number of ids", error=False),
     _scalar_fault("no_dictionary", "updates that are no dictionary", error=False),
     _scalar_fault("no_mtp_inputs", "an eligible row without mtp_inputs", error=False, mtp=(True,)),
+    _scalar_fault("wide_mtp_inputs", "mtp_inputs of another width", error=True, mtp=(True,)),
+    _scalar_fault("three_mtp_inputs", "mtp_inputs that are no pair", error=True, mtp=(True,)),
     _scalar_fault("wrong_rank", "embeddings of rank 3", error=True),
     _scalar_fault("wrong_width", "embeddings of another width", error=True),
     _scalar_fault("integer_embeds", "integer embeddings", error=True),

@@ -151,6 +151,11 @@ def _first_prompt_len(original: Any, state: Any, *rest: Any) -> int:
     return state.__dict__.setdefault("_first_prompt_len", original(state, *rest))
 
 
+def _clamped(original: Any, ids: Any, prompt: Any, computed: Any, spans: Any, offsets: Any, **keywords: Any) -> Any:
+    spans, offsets = (np.maximum(np.asarray(values), 0) for values in (spans, offsets))
+    return original(ids, prompt, computed, spans, offsets, **keywords)
+
+
 def _refuse_late(original: Any, rows: StepPlan, port: Any) -> None:
     original(rows, port)
     for row, request in enumerate(rows.request_ids):
@@ -438,6 +443,17 @@ def _one_token_prompt_too(original: Any, prompt: Any, computed: Any, span: Any) 
     return original(prompt, computed, span) | ((prompt == 1) & (span == 1))
 
 
+def _swapped_from_the_seventh(original: Any, runner: Any, request_ids: list[str], *rest: Any) -> None:
+    original(runner, [*request_ids[:6], *request_ids[6:][::-1]], *rest)
+
+
+def _inputs_made_to_fit(original: Any, call: Call, updates: dict[Any, Any], width: int) -> Any:
+    inputs = tuple(updates.get(MTP_INPUTS, ()))
+    fits = len(inputs) == 2 and all(part.numel() == width for part in inputs)
+    blank = {MTP_INPUTS: (torch.zeros(width), torch.zeros(width))}
+    return original(call, blank if inputs and not fits else updates, width)
+
+
 def _ids_as_given(original: Any, port: Any, rows: Sequence[int]) -> None:
     own = port.ids
     port.ids = own % NEW_IDS
@@ -652,6 +668,8 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(TalkerMtp, "run", _at_row_numbers),)),
     Mutant("codes-of-the-first-row", ("T5",), "every request gets the codes of the batch's first row",
            (_codes_of(lambda codes: codes[:1].expand_as(codes)),)),
+    Mutant("mtp-rows-swapped-from-the-seventh", ("T5",), "codes of the seventh MTP row and later go to others",
+           (Change(PhaseRoutingMixin, "_talker_mtp_forward", _swapped_from_the_seventh),)),
     Mutant("codes-of-the-neighbour", ("T5",), "every request gets the codes of the row before",
            (_codes_of(lambda codes: codes.roll(1, 0)),)),
     Mutant("mtp-inputs-in-one-place", ("T5",), "every row's MTP inputs are put into the first row",
@@ -700,6 +718,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("replay-is-prefill", ("E3", "M8"), "a chunk of a preemption replay past the prompt is prefill",
            (_replanned(_replay_is_prefill),), also=("owned-results",)),
     Mutant("no-refusal", ("E4",), "impossible lengths are not refused", (_NO_REFUSAL,)),
+    Mutant("negative-lengths-clamped", ("E4",), "negative spans and offsets are taken for 0",
+           (Change(mixin, "plan_step", _clamped),), raises=("IndexError",)),
     Mutant("batch-hook-before-refusal", ("E4",), "impossible lengths are refused behind preprocess_batch",
            (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_first),)),
     Mutant("late-refusal", ("E4",), "impossible lengths are refused behind the hooks",
@@ -710,6 +730,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("deviations-repeated", ("E5",), "every deviation is warned of again", (_report(True, "warns again"),)),
     Mutant("strict-tolerates", ("E5", "E5b", "E7"), "strict mode is no stricter than the default",
            (_report(False, "warns"),)),
+    Mutant("mtp-inputs-made-to-fit", ("E5",), "malformed mtp_inputs go to MTP as zeros",
+           (Change(results, "_mtp_inputs", _inputs_made_to_fit),)),
     Mutant("long-results-whole", ("E5",), "rows behind the span are written too",
            (Change(results, "scalar_result", _whole_result),)),
     Mutant("embeds-unchecked", ("E5", "E5b"), "rank, width, dtype and device of embeddings are not checked",
