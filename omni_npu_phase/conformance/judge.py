@@ -409,9 +409,11 @@ def _updates(run: Recording, step: StepRecord, rows: Sequence[_Placed], history:
         live = step.live.get(row.request, {})
         marks = live.get(recording.MARK, {})
         wanted = placed.calls[0].token_ids[-1]
-        for mark in (marks.get("token"), marks.get("scalar")):
+        # What lies in a tensor of the model's own is read after the whole run, and must not be it.
+        reused = behaviour.updates in ("reused", "live")
+        for clause, mark in (("R8", marks.get("token")), ("T9" if reused else "R8", marks.get("scalar"))):
             right = mark is not None and int(mark) == wanted
-            yield "R8", "" if right else f"{placed}: its buffer holds {mark} where its own update has {wanted}"
+            yield clause, "" if right else f"{placed}: its buffer holds {mark} where its own update has {wanted}"
         merged = marks.get(recording.ARRIVED) == row.request
         yield "R8", "" if merged else f"{placed}: its update replaced the nested values that its buffer held"
         if behaviour.updates == "moves":

@@ -142,6 +142,7 @@ class RecordingModel:
         self._mtp_calls = 0
         self.mtp_embeds = torch.zeros(max_rows, HIDDEN, device=device)
         self.mtp_codes = torch.zeros(max_rows, CODES, dtype=torch.int64, device=device)
+        self.marks = torch.zeros(max_rows, dtype=torch.int64, device=device)
         if batched:
             self.preprocess_decode_batch = self._preprocess_decode_batch
         elif behaviour.uncallable_hook:
@@ -153,6 +154,8 @@ class RecordingModel:
         self.talker_mtp_accepts_per_row_generators = behaviour.seeds == "per_row"
         self.talker_mtp_accepts_req_infos = behaviour.takes_infos
         self.gpu_resident_buffer_keys = {("codes", "audio"), VALIDITY} if behaviour.codes == "resident" else set()
+        if behaviour.updates == "live":
+            self.gpu_resident_buffer_keys.add((MARK, "scalar"))
         if behaviour.validity:
             self.talker_mtp_validity_key = VALIDITY
 
@@ -207,7 +210,7 @@ class RecordingModel:
                     call=self.log.calls,
                 )
             )
-            updates.append(self._updates(token_ids[index], info))
+            updates.append(self._updates(token_ids[index], info, index))
             if self.behaviour.mutates == "nested":
                 info[NESTED].pop("once", None)
             if self.behaviour.mutates == "fields":
@@ -269,18 +272,24 @@ class RecordingModel:
     # Parts.
 
     def scribble(self) -> None:
-        """Write over the buffers that MTP results lie in, as its next call would (T9)."""
+        """Write over the buffers that results lie in, as the next calls would (T9)."""
         self.mtp_embeds.fill_(200)
         self.mtp_codes.fill_(200)
+        self.marks.fill_(200)
 
     def _ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return input_ids if self.behaviour.ids == "same" else input_ids.to(torch.int64) + NEW_IDS
 
-    def _updates(self, token_id: int, info: dict[str, Any]) -> dict[str, Any]:
+    def _updates(self, token_id: int, info: dict[str, Any], row: int = 0) -> dict[str, Any]:
         if self.behaviour.updates == "nothing":
             return {}
         # As a talker marks its frames: a device scalar per row, which must reach the host or stay as its own.
         mark: dict[str, Any] = {MARK: {"token": token_id, "scalar": torch.tensor(token_id).to(self.device)}}
+        if self.behaviour.updates in ("reused", "live"):
+            mark[MARK]["scalar"] = self.marks[row].fill_(token_id)
+        if self.behaviour.updates == "live":
+            info[MARK].update(mark[MARK])
+            return {MARK: info[MARK]}
         if self.behaviour.updates == "moves":
             # The live mark, no copy: one merge hands on the mark of the step before, a second one the new mark.
             return {BEFORE: info.get(MARK, {}), **mark}

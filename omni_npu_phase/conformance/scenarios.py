@@ -58,9 +58,10 @@ class Behaviour:
     """Token ids returned: the object given, or other ids as another integer dtype (R7)."""
     mtp_inputs: Literal["one_token", "every_row", "never"] = "one_token"
     """Which rows get ``mtp_inputs`` from the scalar hook; prefill rows among them must not be taken (T2, E6)."""
-    updates: Literal["mark", "moves", "whole", "fields", "nothing"] = "mark"
-    """Updates returned: a mark, a new mark that moves on the last one (R8), the whole keyword dictionary, or hostile
-    copies of the runner-owned fields (M9)."""
+    updates: Literal["mark", "moves", "reused", "live", "whole", "fields", "nothing"] = "mark"
+    """Updates returned: a mark, a new mark that moves on the last one (R8), a mark in a tensor that the model uses
+    again, also put into the live buffer and kept on the device (T9), the whole keyword dictionary, or hostile copies of
+    the runner-owned fields (M9)."""
     mutates: Literal["nothing", "fields", "nested"] = "nothing"
     """What a hook changes in the dictionaries it is handed: the fields, or a nested value it pops (M9)."""
     embeds: Literal["fresh", "in_place", "shifted"] = "fresh"
@@ -351,6 +352,10 @@ SCENARIOS: tuple[Scenario, ...] = (
              behaviour=Behaviour(seeds="one_stream"), setting=Setting(seeds={"a": 11, "c": 5}, padded=8)),
     Scenario("owned-results", "MTP and hidden states in reused device buffers", ("T9",),
              (*_CHUNKED, _DECODES, _DECODES[::-1]), mtp=(True,)),
+    Scenario("reused-updates", "updates in tensors that the model uses again", ("T9",),
+             (*_CHUNKED, _DECODES, _DECODES[::-1]), behaviour=Behaviour(updates="reused")),
+    Scenario("live-updates", "a live nested value, with a tensor that the model uses again, as update", ("T9",),
+             (*_CHUNKED, _DECODES, _DECODES[::-1]), behaviour=Behaviour(updates="live")),
     Scenario("resident-codes", "codes kept on the device, with a validity mark", ("T5", "T9"),
              (*_CHUNKED, _DECODES, _DECODES[::-1]), mtp=(True,),
              behaviour=Behaviour(codes="resident", validity=True)),

@@ -325,6 +325,24 @@ def _first_update_only(original: Any, port: Any, rows: Sequence[int], updates: A
     original(port, rows[:1], updates[:1])
 
 
+def _updates_not_owned(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    for info, update in zip(port.infos(rows), updates, strict=True):
+        for name, value in update.items():
+            if isinstance(value, dict):
+                info.setdefault(name, {}).update(value)
+            else:
+                info[name] = value
+
+
+def _stored_left_alone(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    def new(known: Any, value: Any) -> Any:
+        is_nested = isinstance(value, dict)
+        return {key: own for key, own in value.items() if known.get(key) is not own} if is_nested else value
+
+    pairs = zip(port.infos(rows), updates, strict=True)
+    original(port, rows, [{key: new(info.get(key, {}), own) for key, own in each.items()} for info, each in pairs])
+
+
 def _updates_twice(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
     original(port, rows, updates)
     original(port, rows, updates)
@@ -699,6 +717,10 @@ MUTANTS: tuple[Mutant, ...] = (
             Change(BufferHelper, "unpack", lambda original, helper, block, like: block))),
     Mutant("aliasing-codes", ("T9",), "stored codes are rows of MTP's own output",
            (Change(StateWrites, "store_codes", _codes_not_owned),)),
+    Mutant("aliasing-updates", ("T9",), "what hooks return in their updates is stored as it is",
+           (Change(_Port, "store_updates", _updates_not_owned),)),
+    Mutant("aliasing-live-updates", ("T9",), "a returned tensor that a hook put into the live buffer is left there",
+           (Change(_Port, "store_updates", _stored_left_alone),)),
     Mutant("aliasing-resident-codes", ("T9",), "codes that stay on the device are rows of MTP's own output",
            (Change(StateWrites, "store_codes", _resident_codes_not_owned),)),
     Mutant("padding-written-back", ("T10",), "embeddings of padding rows reach the step's buffer",
