@@ -225,11 +225,26 @@ class _StatePort:
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         slots = [self.slots[row] for row in rows]
         # The released code takes out of the dictionaries what it has stored, and a hook may have returned live ones.
-        own = [_two_levels(update) if isinstance(update, dict) else {} for update in updates]
+        own = [self._two_levels(update) if isinstance(update, dict) else {} for update in updates]
         if len(rows) > 1:
             self._state._write_batched_gpu_preprocess_updates(slots, own, self._resident)
         for slot, update in zip(slots, own, strict=True):
             self._state.intermediate_buffer.update(slot, update, self._resident)
+
+    def _two_levels(self, update: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            key: {inner: self._owned(own) for inner, own in value.items()}
+            if isinstance(value, dict)
+            else self._owned(value)
+            for key, value in update.items()
+        }
+
+    def _owned(self, value: Any) -> Any:
+        """What the released code stores as it is where the device is the host, so that the hook can go on using it."""
+        if isinstance(value, list):
+            return [self._owned(item) for item in value]
+        on_host = isinstance(value, torch.Tensor) and value.device.type == self._helper.device.type == "cpu"
+        return self._helper.snapshot(value) if on_host else value
 
     def fill_mtp(self, position: int, hidden: torch.Tensor, text_step: torch.Tensor) -> None:
         stop = position + hidden.shape[0]
@@ -268,7 +283,3 @@ class _StatePort:
 
 def _named(info: dict[Any, Any]) -> dict[str, Any]:
     return {key: value for key, value in info.items() if isinstance(key, str)}
-
-
-def _two_levels(update: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in update.items()}

@@ -475,7 +475,7 @@ def test_resident_updates_are_stored_as_one_block(mixed_state: type, make_bench:
     _take(bench, _PAIR)
     live = bench._live()
     for key in ("a", "b"):
-        assert set(live[key]["mark"]) == {"scalar", "kept"}
+        assert set(live[key]["mark"]) == {"arrived", "scalar", "kept"}
     stored = [live[key]["mark"]["scalar"] for key in ("a", "b")]
     assert [int(value) for value in stored] == [0, 1]
     assert stored[0].untyped_storage().data_ptr() == stored[1].untyped_storage().data_ptr()
