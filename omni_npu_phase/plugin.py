@@ -197,7 +197,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             # As Python's own import passes over finders of the form it no longer knows.
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find_spec(fullname, path, target) if find_spec is not None else None
+            spec: ModuleSpec | None = find_spec(fullname, path, target) if find_spec is not None else None
             if spec is not None and spec.loader is not None:
                 spec.loader = _ReplacingLoader(spec.loader)
                 return spec

@@ -157,7 +157,8 @@ def verdict(
         first = next((judgement for judgement in against if not judgement.undecided), against[0])
         status = "error" if first.undecided else "fail" if xfail is None else "xfail"
         detail = f"{first.scenario} ({first.variant}): {first.seen}"
-        detail = " ".join(part for part in (detail, note, f"Expected: {xfail}" if xfail else "") if part)
+        parts = (detail, note, f"Expected: {xfail}" if xfail else "")
+        detail = ". ".join(part.rstrip(".") for part in parts if part)
     elif judgements:
         status = "pass"
         detail = "" if xfail is None else f"passes, though an expected failure is listed: {xfail}"
