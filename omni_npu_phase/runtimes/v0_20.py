@@ -12,6 +12,7 @@ RUNTIME = v1_runtime(
     mtp_parameters=("decode_req_ids", "inputs_embeds"),
     # Its runner names both itself; platforms came to supply them with 0.22.
     mtp_names=("CUDAGraphWrapper", "set_forward_context"),
+    batched_hooks=False,
     graph_wrapper="vllm_omni.worker.gpu_model_runner:CUDAGraphWrapper",
     forward_context="vllm_omni.worker.gpu_model_runner:set_forward_context",
 )

@@ -13,6 +13,7 @@ RUNTIME = v1_runtime(
     mtp_parameters=("decode_req_ids", "inputs_embeds"),
     mtp_names=("ACLGraphWrapper", "set_ascend_forward_context"),
     mtp_seeds=False,
+    batched_hooks=False,
     graph_wrapper="vllm_omni.platforms.npu.worker.npu_model_runner:ACLGraphWrapper",
     forward_context="vllm_omni.platforms.npu.worker.npu_model_runner:set_ascend_forward_context",
     mode_keyword="aclgraph_runtime_mode",

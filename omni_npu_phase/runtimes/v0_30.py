@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from omni_npu_phase.runtimes.v0_28 import write_sampling
-from omni_npu_phase.runtimes.v1 import v1_runtime
+from omni_npu_phase.runtimes.v1 import MTP_NAMES, v1_runtime
 
 RUNTIME = v1_runtime(
     "0.30",
     seed_key="tts_local_seed",
     write_keywords=write_sampling,
     # Its MTP step stores a validity mark beside the codes; releases before it know none.
-    mtp_names=("current_omni_platform", "talker_mtp_validity_key"),
+    mtp_names=(*MTP_NAMES, "talker_mtp_validity_key"),
 )

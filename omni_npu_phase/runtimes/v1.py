@@ -16,6 +16,13 @@ import numpy as np
 from omni_npu_phase.runtimes import Runtime, Taken
 
 _PREPROCESS_VALUES = 6
+MTP_NAMES = (
+    "current_omni_platform",
+    "talker_mtp_accepts_req_infos",
+    "talker_mtp_accepts_per_row_generators",
+    "req_id_to_index",
+)
+"""What the MTP step of releases since 0.24 names beside what that of all releases does."""
 _EAGER = "vllm.config:CUDAGraphMode.NONE"
 
 
@@ -30,8 +37,9 @@ def v1_runtime(
     seed_key: str,
     write_keywords: Callable[[dict[str, Any], str, int, int, Any], None],
     mtp_parameters: tuple[str, ...] = ("decode_req_ids", "inputs_embeds", "start_offsets"),
-    mtp_names: tuple[str, ...] = ("current_omni_platform",),
+    mtp_names: tuple[str, ...] = MTP_NAMES,
     mtp_seeds: bool = True,
+    batched_hooks: bool = True,
     graph_wrapper: str = "vllm_omni.platforms:current_omni_platform.get_graph_wrapper_cls",
     forward_context: str = "vllm_omni.platforms:current_omni_platform.set_forward_context",
     mode_keyword: str = "cudagraph_runtime_mode",
@@ -40,7 +48,8 @@ def v1_runtime(
     """A release's runtime.
 
     ``mtp_names``: what its MTP step names beside what that of all releases does. ``mtp_seeds``: whether it draws from
-    requests' own generators. ``graph_wrapper``: where the class of captured MTP graphs is, or a function that gives it,
+    requests' own generators. ``batched_hooks``: whether it calls hooks for a whole step.
+    ``graph_wrapper``: where the class of captured MTP graphs is, or a function that gives it,
     and ``forward_context`` where the function is that gives MTP its context; both as ``module:name``. ``mode_keyword``:
     how that function calls the graph mode.
     """
@@ -53,6 +62,7 @@ def v1_runtime(
                 *("input_batch", "req_ids", "requests", "query_start_loc", "num_scheduled_tokens"),
                 *("model", "has_preprocess", "preprocess", "input_embeds", "model_intermediate_buffer"),
                 *("input_ids", "inputs_embeds", "has_talker_mtp", "mtp_inputs"),
+                *(("preprocess_decode_batch",) if batched_hooks else ()),
                 *keywords,
             ),
         ),
@@ -66,7 +76,11 @@ def v1_runtime(
             ),
         ),
         "_update_intermediate_buffer": Taken(
-            ("req_id", "upd"), names=("requests", "model_intermediate_buffer", "additional_information_cpu")
+            ("req_id", "upd"),
+            names=(
+                *("requests", "model_intermediate_buffer", "additional_information_cpu"),
+                "gpu_resident_buffer_keys",
+            ),
         ),
         "_collect_additional_information_for_prefill": Taken(
             ("num_scheduled_tokens_np",),
@@ -84,6 +98,7 @@ def v1_runtime(
             )
         ),
         "_process_additional_information_updates": Taken(),
+        **({"_maybe_run_batch_preprocess": Taken(names=("preprocess_batch",))} if batched_hooks else {}),
     }
     functions = {
         graph_wrapper: Taken(()),
