@@ -213,6 +213,9 @@ def doctor(
     from omni_npu_phase import doctor as doctors
     from omni_npu_phase.look import UnknownModelError
 
+    if model is not None:
+        # As with python -m: a module of the current folder is found.
+        sys.path.insert(0, str(Path.cwd()))
     with _progress() as say:
         say("examining the installation")
         try:

@@ -196,7 +196,10 @@ def _driver() -> str | None:
 def _judge_model(model: str) -> dict[str, Any]:
     looks = look.look_at(model)
     verdicts = {each.verdict for each in looks}
-    verdict = _UNSAFE if "decides by span" in verdicts else _UNKNOWN if "cannot tell" in verdicts else _SAFE
+    # Without a hook it is safe if it is a model at all.
+    unjudged = any(each.verdict == "has no hook" and not each.registered for each in looks)
+    unknown = unjudged or "cannot tell" in verdicts
+    verdict = _UNSAFE if "decides by span" in verdicts else _UNKNOWN if unknown else _SAFE
     return {"asked": model, "verdict": verdict, "looks": [asdict(each) for each in looks]}
 
 

@@ -8,10 +8,12 @@ it compares its span with one token and reads no field; everything else it canno
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +25,7 @@ _HOOKS = ("preprocess", "preprocess_decode_batch")
 _MODELS = "model_executor/models"
 _SPAN_OF = ("input_ids", "input_embeds", "inputs_embeds")
 """Arguments of a hook whose length is the span."""
+_HOOK_FREE = {"torch", "transformers", "vllm", *sys.stdlib_module_names}
 
 
 class UnknownModelError(ValueError):
@@ -37,6 +40,8 @@ class Look:
     file: str
     verdict: Verdict
     reason: str
+    registered: bool = False
+    """Whether vLLM-Omni's registry names the class, or one of the module, as a model."""
 
 
 def look_at(model: str) -> list[Look]:
@@ -50,8 +55,12 @@ def look_at(model: str) -> list[Look]:
     module, _, name = model.partition(":")
     source = _Source.of(module_file(module))
     looks = [_look(source, cls) for cls in ([name] if name else list(source.classes))]
+    registered = _registered_in(source.path)
     shown = looks if name else [look for look in looks if look.verdict != "has no hook"]
-    return shown or [Look(module, str(source.path), "has no hook", "no class in it has a preprocess hook")]
+    if not shown:
+        reason = "no class in it has a preprocess hook"
+        return [Look(module, str(source.path), "has no hook", reason, not registered.isdisjoint(source.classes))]
+    return [replace(look, registered=look.cls in registered) for look in shown]
 
 
 def module_file(module: str) -> Path:
@@ -73,6 +82,8 @@ def _look_at_checkpoint(folder: Path) -> list[Look]:
         architectures = config["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnknownModelError(f"{folder}: no config.json that names architectures ({error!r})") from error
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UnknownModelError(f"{folder}: no config.json that lists architectures by name, but {architectures!r}")
     models = module_file("vllm_omni").parent / _MODELS
     known = _registered(models / "registry.py")
     missing = [name for name in architectures if name not in known]
@@ -81,15 +92,26 @@ def _look_at_checkpoint(folder: Path) -> list[Look]:
     looks = {}
     for name in architectures:
         package, module, cls = known[name]
-        looks[module, cls] = own = _look(_Source.of(models / package / f"{module}.py"), cls)
+        own = replace(_look(_Source.of(models / package / f"{module}.py"), cls), registered=True)
+        looks[module, cls] = own
         if own.verdict in ("has no hook", "cannot tell"):
             for other, module, cls in known.values():
                 file = models / other / f"{module}.py"
                 if other == package and file.is_file():
                     look = _look(_Source.of(file), cls)
                     if look.verdict != "has no hook":
-                        looks[module, cls] = look
+                        looks[module, cls] = replace(look, registered=True)
     return list(looks.values())
+
+
+def _registered_in(file: Path) -> set[str]:
+    """Classes of a file that vLLM-Omni's registry names as models."""
+    try:
+        models = module_file("vllm_omni").parent / _MODELS
+        known = _registered(models / "registry.py")
+    except (UnknownModelError, OSError):
+        return set()
+    return {cls for package, module, cls in known.values() if models / package / f"{module}.py" == file}
 
 
 def _registered(registry: Path) -> dict[str, tuple[str, str, str]]:
@@ -109,12 +131,14 @@ class _Source:
     path: Path
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
+    imported: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Local names with the module, dots first where it is relative, and the name in it; "" for the module itself."""
 
     @classmethod
     def of(cls, path: Path) -> _Source:
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (OSError, SyntaxError) as error:
+        except (OSError, SyntaxError, ValueError) as error:
             raise UnknownModelError(f"cannot read {path}: {error}") from error
         source = cls(path)
         for node in tree.body:
@@ -122,26 +146,89 @@ class _Source:
                 source.classes[node.name] = node
             elif isinstance(node, ast.FunctionDef):
                 source.functions[node.name] = node
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                source.imported.update({each.asname or each.name: (module, each.name) for each in node.names})
+            elif isinstance(node, ast.Import):
+                for each in node.names:
+                    # "import a.b" binds a, and "import a.b as c" binds a.b.
+                    bound = each.name if each.asname else each.name.partition(".")[0]
+                    source.imported[each.asname or bound] = (bound, "")
         return source
+
+    def lineage(self, cls: str) -> list[str]:
+        """A class and its bases in this file, farthest first."""
+        order: list[str] = []
+        waiting = [cls]
+        while waiting:
+            name = waiting.pop(0)
+            if name in self.classes and name not in order:
+                order.append(name)
+                waiting += self._bases(name)
+        return order[::-1]
 
     def methods(self, cls: str) -> dict[str, ast.FunctionDef]:
         """A class's methods and those of its bases in this file, nearest first."""
-        node = self.classes[cls]
-        found: dict[str, ast.FunctionDef] = {}
-        for base in reversed(node.bases):
-            if isinstance(base, ast.Name) and base.id in self.classes and base.id != cls:
-                found |= self.methods(base.id)
-        return found | {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+        bodies = [self.classes[name].body for name in self.lineage(cls)]
+        return {each.name: each for body in bodies for each in body if isinstance(each, ast.FunctionDef)}
+
+    def bases_elsewhere(self, cls: str) -> list[str]:
+        """Bases that this file does not define, as it writes them, without type arguments."""
+        bases = [base for name in self.lineage(cls)[::-1] for base in self._bases(name)]
+        return [base for base in bases if base not in self.classes]
+
+    def _bases(self, cls: str) -> list[str]:
+        written = self.classes[cls].bases
+        return [ast.unparse(base.value if isinstance(base, ast.Subscript) else base) for base in written]
+
+    def found(self, base: str) -> tuple[_Source, str] | None:
+        """Where an imported class is defined; None where it can have no hook. Raises :class:`UnknownModelError`."""
+        first, *rest = base.split(".")
+        if first in self.imported:
+            module, inner = self.imported[first]
+            *packages, name = [part for part in (inner, *rest) if part]
+            for package in packages:
+                module += package if module.endswith(".") else f".{package}"
+        elif hasattr(builtins, base):
+            return None
+        else:
+            raise UnknownModelError(f"{self.path} does not show where {base} is from")
+        # Hooks are vLLM-Omni's own: what these bring has none.
+        if module.partition(".")[0] in _HOOK_FREE:
+            return None
+        inside = module.lstrip(".")
+        level = len(module) - len(inside)
+        file = _file_in(self.path.parents[level - 1], inside) if level else module_file(module)
+        source = _Source.of(file)
+        if name in source.classes:
+            return source, name
+        if source.path == self.path or name not in source.imported:
+            raise UnknownModelError(f"{file} has no class {name}")
+        return source.found(name)
 
 
-def _look(source: _Source, cls: str) -> Look:
+def _file_in(folder: Path, module: str) -> Path:
+    path = folder.joinpath(*module.split(".")) if module else folder
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file
+    raise UnknownModelError(f"{folder} has no module {module}")
+
+
+def _look(source: _Source, cls: str, overriding: frozenset[str] = frozenset()) -> Look:
+    """``overriding``: methods that a class derived from this one, in another file, has of its own."""
     if cls not in source.classes:
         raise UnknownModelError(f"{source.path} has no class {cls}")
     methods = source.methods(cls)
     hooks = [name for name in _HOOKS if name in methods] + _hooks_set_by(methods.values())
     if not hooks:
-        return Look(cls, str(source.path), "has no hook", "it has no preprocess hook in this file")
+        return _look_at_bases(source, cls, overriding | methods.keys())
     reached = list(_reached(source, methods, hooks))
+    overridden = sorted(overriding & {function.name for function in reached})
+    if overridden:
+        reason = f"{', '.join(overridden)}, which its hook uses, is overridden in another file"
+        return Look(cls, str(source.path), "cannot tell", reason)
     fields = sorted({line for function in reached for line in _phase_read(function)})
     spans = sorted({line for function in reached for line in _span_compared(function, _span_names(reached))})
     mixed = sorted({line for function in reached for line in _phase_or_span(function, set(spans))})
@@ -157,6 +244,24 @@ def _look(source: _Source, cls: str) -> Look:
     return Look(
         cls, str(source.path), "cannot tell", f"{', '.join(hooks)} neither reads the phase nor compares its span"
     )
+
+
+def _look_at_bases(source: _Source, cls: str, overriding: frozenset[str]) -> Look:
+    """What a class without a hook in its own file inherits from other files."""
+    unknown = []
+    for base in source.bases_elsewhere(cls):
+        try:
+            where = source.found(base)
+            look = _look(*where, overriding) if where else None
+        except (UnknownModelError, RecursionError) as error:
+            unknown.append(f"{base} ({error})")
+            continue
+        if look is not None and look.verdict != "has no hook":
+            return Look(cls, look.file, look.verdict, f"inherits its hook from {base}, which {look.reason}")
+    if unknown:
+        reason = f"it may inherit a hook from {', '.join(unknown)}"
+        return Look(cls, str(source.path), "cannot tell", reason)
+    return Look(cls, str(source.path), "has no hook", "neither it nor its bases have a preprocess hook")
 
 
 def _lines(numbers: Sequence[int]) -> str:

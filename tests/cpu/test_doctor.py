@@ -23,6 +23,7 @@ from tests.cpu.mutants import MUTANTS
 ROOT = Path(__file__).parents[2]
 QWEN = "vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker"
 FISH = "vllm_omni.model_executor.models.fish_speech.fish_speech_slow_ar"
+CODE2WAV = "vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_code2wav"
 UNCLEAR = "vllm_omni.model_executor.models.covo_audio.covo_audio"
 
 
@@ -78,6 +79,17 @@ def test_a_model_decides_the_exit_status(model: str, status: int, verdict: str, 
     assert (found, report["verdict"]["model"]) == (status, verdict)
     told = any("enable_chunked_prefill: false" in advice for advice in report["change"])
     assert told is (verdict != "safe")
+
+
+def test_what_is_no_model_is_not_safe(here: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the current folder, which the console script's path leaves out."""
+    (tmp_path / "a_local_model.py").write_text("class M: pass\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for model in ("json", "a_local_model", "a_local_model:M"):
+        status, report = _json("--model", model)
+        assert (status, report["verdict"]["model"]) == (2, "cannot tell"), model
+    assert _json("--model", CODE2WAV)[0] == 0
 
 
 def test_a_runner_that_is_not_safe(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,33 @@ def test_what_no_hook_reaches_does_not_count(tmp_path: Path, monkeypatch: pytest
     assert (found.cls, found.verdict) == ("M", UNCLEAR)
 
 
+BASE = "class B:\n def preprocess(self, input_ids): return self.a(input_ids)\n def a(self, input_ids): return {}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "verdict"),
+    [
+        ("from a_base import B\nclass M(B): pass", SPAN),
+        ("from a_base import B as C\nclass N(C): pass\nclass M(N): pass", SPAN),
+        ("import a_base\nclass M(a_base.B): pass", SPAN),
+        ("from .a_base import B\nclass M(B): pass", SPAN),
+        ("from a_base import B\nclass M(B):\n def a(self, input_ids): pass", UNCLEAR),
+        ("from a_base import C\nclass M(C): pass", UNCLEAR),
+        ("from nowhere_at_all import C\nclass M(C): pass", UNCLEAR),
+        ("class M(made()): pass", UNCLEAR),
+        ("from torch import nn\nfrom typing import Generic\nclass M(nn.Module, Generic[int], object): pass", NO_HOOK),
+        ("class M(N): pass\nclass N(M): pass", NO_HOOK),
+        ("class M(M): pass", NO_HOOK),
+        ("from a_model import M\nclass N(M): pass\nclass M(N): pass", NO_HOOK),
+    ],
+)
+def test_hooks_are_inherited(source: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_base.py").write_text(BASE.format("len(input_ids) == 1"), encoding="utf-8")
+    _write(tmp_path, monkeypatch, source)
+    (found,) = look.look_at("a_model:M")
+    assert found.verdict == verdict, found
+
+
 def _checkpoint(folder: Path, *architectures: str) -> str:
     (folder / "config.json").write_text(json.dumps({"architectures": architectures}), encoding="utf-8")
     return str(folder)
@@ -144,6 +171,11 @@ def test_what_is_not_there_is_named(model: str, message: str) -> None:
         ("{", "no config.json"),
         ("{}", "architectures"),
         ('{"architectures": ["X"]}', "no arch.* X"),
+        ('{"architectures": null}', "lists architectures"),
+        ('{"architectures": "X"}', "lists architectures"),
+        ('{"architectures": [1]}', "lists architectures"),
+        ("[]", "names architectures"),
+        ('"X"', "names architectures"),
     ],
 )
 def test_folders_that_are_no_checkpoints(content: str | None, message: str, tmp_path: Path) -> None:
