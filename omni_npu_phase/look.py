@@ -146,12 +146,12 @@ class _Source:
                 source.classes[node.name] = node
             elif isinstance(node, ast.FunctionDef):
                 source.functions[node.name] = node
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                module = "." * node.level + (node.module or "")
-                source.imported.update({each.asname or each.name: (module, each.name) for each in node.names})
-            elif isinstance(node, ast.Import):
-                for each in node.names:
+        for inner in ast.walk(tree):
+            if isinstance(inner, ast.ImportFrom):
+                module = "." * inner.level + (inner.module or "")
+                source.imported.update({each.asname or each.name: (module, each.name) for each in inner.names})
+            elif isinstance(inner, ast.Import):
+                for each in inner.names:
                     # "import a.b" binds a, and "import a.b as c" binds a.b.
                     bound = each.name if each.asname else each.name.partition(".")[0]
                     source.imported[each.asname or bound] = (bound, "")
@@ -185,7 +185,7 @@ class _Source:
     def found(self, base: str) -> tuple[_Source, str] | None:
         """Where an imported class is defined; None where it can have no hook. Raises :class:`UnknownModelError`."""
         first, *rest = base.split(".")
-        if first in self.imported:
+        if first in self.imported and (rest or self.imported[first][1]):
             module, inner = self.imported[first]
             *packages, name = [part for part in (inner, *rest) if part]
             for package in packages:
@@ -219,7 +219,10 @@ def _file_in(folder: Path, module: str) -> Path:
 def _look(source: _Source, cls: str, overriding: frozenset[str] = frozenset()) -> Look:
     """``overriding``: methods that a class derived from this one, in another file, has of its own."""
     if cls not in source.classes:
-        raise UnknownModelError(f"{source.path} has no class {cls}")
+        where = source.found(cls) if cls in source.imported else None
+        if where is None:
+            raise UnknownModelError(f"{source.path} has no class {cls}")
+        return _look(*where, overriding)
     methods = source.methods(cls)
     hooks = [name for name in _HOOKS if name in methods] + _hooks_set_by(methods.values())
     if not hooks:
