@@ -14,7 +14,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -196,24 +196,14 @@ class _Bench:
 
     def _preprocess(self, rows: Step, buffer_rows: int) -> Sequence[Any]:
         """The step up to the model forward; gives the token ids and embeddings that the forward gets, and more."""
-        scheduled = self._scheduler_output(rows)
+        scheduled = _scheduler_output(self._claimed(rows), reverse=self.scenario.setting.scheduled_reversed)
         outputs: Sequence[Any] = self.runner._preprocess(scheduled, buffer_rows)
         self.runner._gather_runtime_additional_information()
         return outputs
 
-    def _scheduler_output(self, rows: Step) -> Any:
-        from vllm.v1.core.sched.output import SchedulerOutput
-
-        output = SchedulerOutput.make_empty()
-        scheduled = list(zip((row.request for row in rows), self._claimed_spans(rows), strict=True))
-        reverse = self.scenario.setting.scheduled_reversed
-        output.num_scheduled_tokens = dict(reversed(scheduled) if reverse else scheduled)
-        output.total_num_scheduled_tokens = sum(row.span for row in rows)
-        return output
-
     def _postprocess(self, rows: Step) -> None:
         spans = np.array([row.span for row in rows], dtype=np.int32)
-        scheduled = self._scheduler_output(rows)
+        scheduled = _scheduler_output(rows, reverse=self.scenario.setting.scheduled_reversed)
         self.runner._process_additional_information_updates(self.hidden, None, spans, scheduled)
 
     def _finish_step(self, rows: Step, step: StepRecord) -> None:
@@ -314,8 +304,9 @@ class _Bench:
             device_side(buffer).copy_(buffer.cpu)
         device_side(runner.inputs_embeds).fill_(UNTOUCHED)
 
-    def _claimed_spans(self, rows: Step) -> list[int]:
-        return [self.scenario.setting.claimed_spans.get(row.request, row.span) for row in rows]
+    def _claimed(self, rows: Step) -> Step:
+        """The rows with the spans that the scheduler claims."""
+        return tuple(replace(row, span=self.scenario.setting.claimed_spans.get(row.request, row.span)) for row in rows)
 
     def _claimed_offsets(self, rows: Step, offsets: Sequence[int]) -> list[int]:
         claimed = self.scenario.setting.claimed_offsets
@@ -409,6 +400,16 @@ def _accepted(method: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
     """Those keywords that this release's method takes."""
     parameters = inspect.signature(method).parameters
     return {name: value for name, value in keywords.items() if name in parameters}
+
+
+def _scheduler_output(rows: Step, *, reverse: bool) -> Any:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    output = SchedulerOutput.make_empty()
+    scheduled = [(row.request, row.span) for row in rows]
+    output.num_scheduled_tokens = dict(reversed(scheduled) if reverse else scheduled)
+    output.total_num_scheduled_tokens = sum(row.span for row in rows)
+    return output
 
 
 def _make_runner(

@@ -207,7 +207,7 @@ class StateBench(driver._Bench):
             idx_mapping_np=slots,
             expanded_idx_mapping=slots_on_device,
             expanded_local_pos=torch.zeros(count, dtype=torch.int32, device=self.device),
-            num_scheduled_tokens=np.array(self._claimed_spans(rows), dtype=np.int32),
+            num_scheduled_tokens=np.array([row.span for row in self._claimed(rows)], dtype=np.int32),
             num_tokens=int(spans.sum()),
             num_tokens_after_padding=buffer_rows,
             num_draft_tokens=0,
