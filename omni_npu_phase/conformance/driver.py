@@ -346,7 +346,7 @@ class _Bench:
         """
         before, now = self.remembered, self._contents()
         last = max((call.call for call in step.log.hooks), default=None)
-        refused = {recording.place(call.token_ids[0]) for call in step.log.hooks if call.call == last}
+        refused = {call.place for call in step.log.hooks if call.call == last}
         for row, start in zip(step.rows, step.offsets, strict=True):
             own, span = recording.place(self._token(row, row.computed)), slice(start, start + row.span)
             if last is not None and own not in refused:

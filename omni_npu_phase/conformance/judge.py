@@ -166,7 +166,7 @@ def _place(run: Recording, step: StepRecord) -> list[_Placed]:
     placed = []
     for row, start in zip(step.rows, step.offsets, strict=True):
         token = run.token(row)
-        calls = [call for call in step.log.hooks if recording.place(call.token_ids[0]) == recording.place(token)]
+        calls = [call for call in step.log.hooks if call.place == recording.place(token)]
         placed.append(_Placed(row, start, token, calls))
     return placed
 
@@ -178,7 +178,7 @@ def _fields(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: 
     if len(rows) > 1:
         # When a batch is flushed beside other spans is another clause's matter (R4).
         for hook in ("scalar", "batched"):
-            order = [call.token_ids[0] % NEW_IDS for call in step.log.hooks if call.hook == hook]
+            order = [call.token_ids[0] % NEW_IDS for call in step.log.hooks if call.hook == hook and call.token_ids]
             wanted = [placed.token for placed in rows if placed.token in order]
             yield "M7", "" if order == wanted else f"{hook} hooks saw rows in the order {_requests(run, order)}"
     for placed in rows:

@@ -95,6 +95,11 @@ class HookCall:
     call: int = 0
     """Number of the hook call within the step; rows of one batched call share it."""
 
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Request and position of its first token; None for a call without token ids."""
+        return place(self.token_ids[0]) if self.token_ids else None
+
 
 @dataclass(slots=True)
 class MtpCall:

@@ -69,7 +69,7 @@ def _rows(run: Recording, step: StepRecord) -> Iterator[dict[str, Any]]:
     in_mtp = [place(token_id) for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
     for row, start in zip(step.rows, step.offsets, strict=True):
         own = place(run.token(row))
-        calls = [call for call in step.log.hooks if place(call.token_ids[0]) == own]
+        calls = [call for call in step.log.hooks if call.place == own]
         yield {
             "row": _title(row),
             "hook": " ".join(call.hook for call in calls) or None,
