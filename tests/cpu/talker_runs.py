@@ -19,7 +19,8 @@ from typing import Any
 def talker_runs(model: Path, cases: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
     """Run each case: ``texts`` by request, and keywords of ``talker_engine``; ``sampling`` is for every request.
 
-    Returns for each: ``tokens``, ``prompt_lens``, and ``ranks``, the rows each process saw.
+    Returns for each: ``tokens``, ``prompt_lens``, ``ranks``, the rows each process saw, and ``mro``, the names of the
+    runner's classes where it is in the engine's own process.
     """
     done = subprocess.run(
         [sys.executable, __file__, str(model)],
@@ -46,8 +47,9 @@ def main(model: Path) -> None:
                 for request_id, text in texts.items():
                     engine.submit(request_id, text, **sampling)
                 tokens = engine.run()
+                mro = [cls.__name__ for cls in engine.runner_classes]
             ranks = [[asdict(row) for row in rank] for rank in observe.read(Path(folder))]
-        result = {"tokens": tokens, "prompt_lens": engine.prompt_lens, "ranks": ranks}
+        result = {"tokens": tokens, "prompt_lens": engine.prompt_lens, "ranks": ranks, "mro": mro}
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
 

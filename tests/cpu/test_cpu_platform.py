@@ -52,6 +52,19 @@ def _codes(run: dict[str, Any], rank: int = 0) -> dict[str, list[list[int]]]:
     return codes
 
 
+def test_the_plugin_put_the_mixin_before_the_released_runner(runs: dict[str, dict[str, Any]]) -> None:
+    mro = runs["unchunked"]["mro"]
+    # The plugin's class has this name; the platform's own call would have made one of its runner.
+    assert mro.index("PhaseGPUARModelRunner") < mro.index("PhaseRoutingMixin") < mro.index("OmniGPUModelRunner")
+
+
+def test_off_leaves_the_runner_of_an_engine_as_released() -> None:
+    case = {"texts": {"a": TEXTS["a"]}, "budget": 128}
+    (run,) = talker_runs(tiny_qwen3_tts.cached(), [case], OMNI_NPU_PHASE="off")
+    assert "OmniGPUModelRunner" in run["mro"]
+    assert not [name for name in run["mro"] if "Phase" in name]
+
+
 @pytest.mark.parametrize("asked", ["", "cuda", "CPU"])
 def test_nothing_is_active_unless_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, asked)
