@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, make_dataclass
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from omni_npu_phase import ContractError
+from omni_npu_phase import ContractError, runtimes
 from omni_npu_phase.conformance import driver, suite
 from omni_npu_phase.conformance.driver_v2 import StateBench, StateModel
 from omni_npu_phase.conformance.judge import judge
@@ -519,6 +520,22 @@ def test_codes_of_mtp_are_owned(mixed_state: type, make_bench: Any) -> None:
 def test_known_state(released_state: type) -> None:
     v2.check(released_state.__mro__)
     assert v2.mismatches(released_state.__mro__) == []
+
+
+@pytest.mark.parametrize(("installed", "noted"), [("0.31.0", True), ("0.30.2", False)])
+def test_a_release_that_was_not_tested_is_noted(
+    installed: str,
+    noted: bool,
+    released_state: type,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(runtimes.metadata, "version", lambda package: installed)
+    classes = type("State", (released_state,), {}).__mro__
+    with caplog.at_level(logging.INFO, "omni_npu_phase"):
+        v2.check(classes)
+        v2.check(classes)
+    assert [v2.NAME in record.getMessage() for record in caplog.records] == ([True] if noted else [])
 
 
 _METHODS = sorted(v2._STATE.methods)

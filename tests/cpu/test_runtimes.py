@@ -206,24 +206,6 @@ def test_a_release_that_was_not_tested_is_noted(
     assert [record.getMessage() for record in caplog.records] == (expected if noted else [])
 
 
-@pytest.mark.parametrize(("installed", "noted"), [("0.31.0", True), ("0.30.2", False)])
-def test_it_is_noted_for_model_states_too(
-    installed: str,
-    noted: bool,
-    released_state: type,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from omni_npu_phase.runtimes import v2
-
-    monkeypatch.setattr(runtimes.metadata, "version", lambda package: installed)
-    classes = type("State", (released_state,), {}).__mro__
-    with caplog.at_level(logging.INFO, "omni_npu_phase"):
-        v2.check(classes)
-        v2.check(classes)
-    assert [v2.NAME in record.getMessage() for record in caplog.records] == ([True] if noted else [])
-
-
 # Refused.
 
 
