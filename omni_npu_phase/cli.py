@@ -76,6 +76,9 @@ class FormatOption(str, Enum):
     markdown = "markdown"
 
 
+_FORMATS = {".json": FormatOption.json, ".xml": FormatOption.junit, ".md": FormatOption.markdown}
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(__version__)
@@ -129,6 +132,10 @@ def verify(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report here, not to standard output.")
     ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Write it here too, as its suffix says (.json, .xml, .md); may be repeated."),
+    ] = None,
 ) -> None:
     """Run the contract's scenarios on a real runner class and judge every clause.
 
@@ -142,10 +149,13 @@ def verify(
         _write(_list_table(chosen), output)
         return
     xfails = _read_xfails(xfail)
-    if output is not None and not output.parent.is_dir():
-        _stop(f"--output {output}: there is no folder {output.parent}")
-    if output is not None and output.is_dir():
-        _stop(f"--output {output}: this is a folder; name a file in it")
+    for option, file in (("--output", output), *(("--also", each) for each in also or ())):
+        if file is not None and not file.parent.is_dir():
+            _stop(f"{option} {file}: there is no folder {file.parent}")
+        if file is not None and file.is_dir():
+            _stop(f"{option} {file}: this is a folder; name a file in it")
+        if file is not None and option == "--also" and file.suffix not in _FORMATS:
+            _stop(f"--also {file}: the suffix must be one of {', '.join(_FORMATS)}")
     if ":" in runner:
         # As with python -m: a module of the current folder is found.
         sys.path.insert(0, str(Path.cwd()))
@@ -179,15 +189,17 @@ def verify(
             )
         except (suite.NoRuntimeError, UnsupportedRuntimeError) as error:
             _stop(str(error))
+    writers = {
+        FormatOption.json: report.to_json,
+        FormatOption.junit: report.to_junit,
+        FormatOption.markdown: report.to_markdown,
+    }
     if report_format is FormatOption.table:
         _write(_tables(report), output)
     else:
-        writers = {
-            FormatOption.json: report.to_json,
-            FormatOption.junit: report.to_junit,
-            FormatOption.markdown: report.to_markdown,
-        }
         _write_text(writers[report_format](), output)
+    for file in also or ():
+        _write_text(writers[_FORMATS[file.suffix]](), file)
     decides = modes[-1]
     if not report.passed(decides):
         raise typer.Exit(FAILED)

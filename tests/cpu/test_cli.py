@@ -72,6 +72,17 @@ def test_formats() -> None:
     assert _verify("--format", "markdown").stdout.startswith("# Phase contract")
 
 
+def test_further_files(tmp_path: Path) -> None:
+    files = [tmp_path / f"report.{suffix}" for suffix in ("json", "xml", "md")]
+    result = _verify(*(argument for file in files for argument in ("--also", str(file))))
+    assert result.exit_code == 0
+    assert "With PhaseRoutingMixin" in result.stdout
+    as_json, as_junit, as_markdown = (file.read_text(encoding="utf-8") for file in files)
+    assert json.loads(as_json)["summary"]["mixin"]["fail"] == 0
+    ElementTree.fromstring(as_junit)
+    assert as_markdown.startswith("# Phase contract")
+
+
 @pytest.mark.parametrize("name", ["table", "json"])
 def test_output_file(name: str, tmp_path: Path) -> None:
     target = tmp_path / "report"
@@ -99,6 +110,8 @@ def test_expected_failures(tmp_path: Path) -> None:
         (("--runner", "os:path"), "os:path is no class"),
         (("--xfail", "no/such/file"), "--xfail no/such/file"),
         (("--output", "no/such/folder/report"), "there is no folder no/such/folder"),
+        (("--also", "no/such/folder/report.md"), "--also no/such/folder/report.md: there is no folder no/such/folder"),
+        (("--also", "report.pdf"), "--also report.pdf: the suffix must be one of .json, .xml, .md"),
     ],
 )
 def test_wrong_use(arguments: tuple[str, ...], advice: str) -> None:
