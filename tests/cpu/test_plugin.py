@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from omni_npu_phase import PhaseRoutingMixin, plugin, workers
+from omni_npu_phase.platform import PLATFORM_VARIABLE
 from omni_npu_phase.runtimes import UnsupportedRuntimeError
 from omni_npu_phase.runtimes.places import PLACES, V1
 
@@ -374,10 +375,12 @@ def test_installing_imports_nothing_heavy(python: Python) -> None:
     assert python(code).stdout.strip() == "True []"
 
 
-def test_it_offers_no_platform(metadata: Path) -> None:
+def test_it_takes_no_platform_over_unless_asked(metadata: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PLATFORM_VARIABLE, raising=False)
     distribution = next(iter(importlib.metadata.distributions(name="omni-npu-phase", path=[str(metadata)])))
-    groups = {entry.group for entry in distribution.entry_points}
-    assert groups == {"console_scripts", "vllm.general_plugins"}
+    platforms = [entry for entry in distribution.entry_points if entry.group.endswith(".platform_plugins")]
+    assert {entry.group for entry in platforms} == {"vllm.platform_plugins", "vllm_omni.platform_plugins"}
+    assert [entry.load()() for entry in platforms] == [None, None]
 
 
 LOGGED = "import logging; logging.basicConfig(level='INFO'); from omni_npu_phase import plugin; plugin.install()"
