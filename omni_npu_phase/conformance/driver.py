@@ -293,16 +293,18 @@ class _Bench:
 
     def _fill_inputs(self, rows: Step, offsets: Sequence[int]) -> None:
         runner = self.runner
-        ids = runner.input_ids.cpu
-        ids.zero_()
-        for row, start in zip(rows, offsets, strict=False):
-            for index in range(row.span):
-                ids[start + index] = self._token(row, row.computed + index)
+        self._write_ids(runner.input_ids.cpu, rows, offsets)
         starts = runner.query_start_loc.cpu
         starts[: len(offsets)] = torch.tensor(self._claimed_offsets(rows, offsets), dtype=starts.dtype)
         for buffer in (runner.input_ids, runner.query_start_loc):
             device_side(buffer).copy_(buffer.cpu)
         device_side(runner.inputs_embeds).fill_(UNTOUCHED)
+
+    def _write_ids(self, ids: torch.Tensor, rows: Step, offsets: Sequence[int]) -> None:
+        ids.zero_()
+        for row, start in zip(rows, offsets, strict=False):
+            for index in range(row.span):
+                ids[start + index] = self._token(row, row.computed + index)
 
     def _claimed(self, rows: Step) -> Step:
         """The rows with the spans that the scheduler claims."""

@@ -156,10 +156,8 @@ class StateBench(driver._Bench):
         self.runner.add_request(self.slots[row.request], data)
 
     def _fill_inputs(self, rows: Step, offsets: Sequence[int]) -> None:
-        ids = torch.zeros(self.max_tokens, dtype=torch.int32)
-        for row, start in zip(rows, offsets, strict=False):
-            for index in range(row.span):
-                ids[start + index] = self._token(row, row.computed + index)
+        ids = torch.empty(self.max_tokens, dtype=torch.int32)
+        self._write_ids(ids, rows, offsets)
         self.buffers.input_ids.copy_(ids)
         self.buffers.query_start_loc[: len(offsets)] = torch.tensor(offsets, dtype=torch.int32)
         self._inputs()[1].fill_(UNTOUCHED)

@@ -36,7 +36,6 @@ Device = Literal["cpu", "cuda", "npu"]
 
 START_SECONDS = 600
 """A published model on a busy machine takes minutes to load."""
-REQUEST_SECONDS = 600
 
 
 class EngineError(Exception):

@@ -60,11 +60,11 @@ class Row:
     @property
     def tail(self) -> bool:
         """A one-token last chunk of a longer prompt."""
-        return self.span == 1 and 0 < self.computed == self.prompt_len - 1
+        return contract.is_tail(self.prompt_len, self.computed, self.span)
 
     @property
     def crosses(self) -> bool:
-        return self.prefill and self.computed + self.span > self.prompt_len
+        return contract.crosses(self.prompt_len, self.computed, self.span)
 
 
 @dataclass(slots=True)

@@ -136,6 +136,11 @@ class Report:
         ]
 
     @property
+    def reasons(self) -> list[str]:
+        """All that keeps the verdict from being ``equal``."""
+        return [*self.unproven, *self.faults]
+
+    @property
     def verdict(self) -> Verdict:
         if self.unproven:
             return "proves nothing"
@@ -153,7 +158,7 @@ class Report:
         return {
             "schema": SCHEMA,
             "verdict": self.verdict,
-            "reasons": [*self.unproven, *self.faults],
+            "reasons": self.reasons,
             "codes_equal": bool(comparisons) and all(comparison.codes_equal for comparison in comparisons),
             "tails_observed": bool(comparisons) and all(comparison.tail is not None for comparison in comparisons),
             "frames": sum(len(comparison.unchunked.codes) for comparison in comparisons),
@@ -180,7 +185,7 @@ class Report:
 
     def summary(self) -> str:
         """The verdict in a few lines."""
-        reasons = [*self.unproven, *self.faults]
+        reasons = self.reasons
         lines = [f"{self.verdict}: {_VERDICTS[self.verdict]}", *(f"- {reason}" for reason in reasons[:8])]
         if len(reasons) > 8:
             lines.append(f"- and {len(reasons) - 8} more")

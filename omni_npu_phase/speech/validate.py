@@ -23,6 +23,7 @@ import numpy as np
 from omni_npu_phase import __version__
 from omni_npu_phase.speech import engine, picture
 from omni_npu_phase.speech.engine import Device, EngineRun, EngineSpec, Speech
+from omni_npu_phase.speech.observe import Request
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import Comparison, Report
 
@@ -82,20 +83,20 @@ def validate(
         budgets(prompt_lens[: len(prompts)], options.budget)
 
     began = time.perf_counter()
-    unchunked = _run(run_engine, spec, advance, accept)
+    unchunked, baseline = _run(run_engine, spec, advance, accept)
     timings: dict[str, Any] = {"unchunked": _timings(unchunked)}
     comparisons: dict[int, Comparison] = {}
-    depends = unchunked.requests[-1].codes != unchunked.requests[0].codes
+    depends = baseline[-1].codes != baseline[0].codes
     # Where codes ignore the prompt, a chunked run has nothing to show.
     for budget, indices in budgets(unchunked.prompt_lens[: len(prompts)], options.budget).items() if depends else ():
         chosen = tuple(prompts[index] for index in indices)
-        chunked = _run(
+        chunked, requests = _run(
             run_engine, replace(spec, name=f"chunked ({budget} tokens)", prompts=chosen, budget=budget), advance
         )
         timings[f"chunked, {budget} tokens a step"] = _timings(chunked)
-        for index, request, speech in zip(indices, chunked.requests, chunked.speeches, strict=True):
+        for index, request, speech in zip(indices, requests, chunked.speeches, strict=True):
             comparisons[index] = Comparison(
-                prompts[index], budget, request, unchunked.requests[index], speech, unchunked.speeches[index]
+                prompts[index], budget, request, baseline[index], speech, unchunked.speeches[index]
             )
     timings["total_seconds"] = round(time.perf_counter() - began, 2)
     ordered = [comparisons[index] for index in sorted(comparisons)]
@@ -145,13 +146,12 @@ def _run(
     spec: EngineSpec,
     advance: Callable[[str], None],
     accept: Callable[[list[int]], None] = lambda _: None,
-) -> EngineRun:
+) -> tuple[EngineRun, list[Request]]:
     made = run_engine(spec, lambda text: advance(f"{spec.name}: {text}"), accept)
     try:
-        assert made.requests is not None
+        return made, made.requests
     except ValueError as error:
         raise engine.EngineError(f"the {spec.name} engine was not observed: {error}") from error
-    return made
 
 
 def _talker(model: Path) -> Mapping[str, Any]:
