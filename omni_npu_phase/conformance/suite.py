@@ -8,7 +8,6 @@ import importlib.util
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from omni_npu_phase.conformance import parity
@@ -16,6 +15,7 @@ from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, verd
 from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario
 from omni_npu_phase.contract import CLAUSES, Tier
 from omni_npu_phase.runtimes import v2
+from omni_npu_phase.versions import version_of
 
 if TYPE_CHECKING:
     from omni_npu_phase.conformance.driver import Recording, Variant
@@ -272,17 +272,10 @@ def describe_runtime(runner: RunnerClasses, device: str) -> dict[str, Any]:
     """Versions, device and runner, as reports give them."""
     return {
         "python": platform.python_version(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := version_of(name))},
         "device": device,
         "runner": runner.name,
         "classes": [
             f"{cls.__module__}.{cls.__qualname__}" for cls in (runner.autoregressive, runner.generation) if cls
         ],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

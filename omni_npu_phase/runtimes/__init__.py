@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from itertools import pairwise
 from types import CodeType
 from typing import Any
+
+from omni_npu_phase.versions import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -232,11 +233,8 @@ def runtime_of(released: tuple[type, ...]) -> Runtime:
 
 def say_untested(name: str, release: str) -> None:
     """Note in the log that another release is installed than the one whose runtime ``name`` was found."""
-    try:
-        installed = metadata.version("vllm-omni")
-    except metadata.PackageNotFoundError:
-        return
-    if re.findall(r"\d+", installed)[:2] != release.split("."):
+    installed = version_of("vllm-omni")
+    if installed is not None and re.findall(r"\d+", installed)[:2] != release.split("."):
         logger.warning(
             "vllm-omni %s is not among the releases this was tested with; its runner offers what that of %s does, "
             "and is treated alike.",

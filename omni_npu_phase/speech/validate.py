@@ -12,9 +12,7 @@ import shutil
 import time
 import wave
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +24,7 @@ from omni_npu_phase.speech.engine import Device, EngineRun, EngineSpec, Speech
 from omni_npu_phase.speech.observe import Request
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import Comparison, Report
+from omni_npu_phase.versions import version_of
 
 TEXTS = ("Hello world", "The rain has ended.")
 MAX_TOKENS = 40
@@ -226,14 +225,10 @@ def _timings(run: EngineRun) -> dict[str, Any]:
 
 
 def _runtime(options: Options) -> dict[str, Any]:
-    packages = {}
-    for name in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
     return {
         "omni-npu-phase": __version__,
         "python": platform.python_version(),
-        "packages": packages,
+        "packages": {name: version for name in _PACKAGES if (version := version_of(name))},
         "device": options.device,
         "model": str(options.model),
     }

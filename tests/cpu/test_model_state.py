@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, make_dataclass
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from omni_npu_phase import ContractError, runtimes
+from omni_npu_phase import ContractError
 from omni_npu_phase.conformance import driver, suite
 from omni_npu_phase.conformance.driver_v2 import StateBench, StateModel
 from omni_npu_phase.conformance.judge import judge
@@ -530,7 +531,7 @@ def test_a_release_that_was_not_tested_is_noted(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(runtimes.metadata, "version", lambda package: installed)
+    monkeypatch.setattr(metadata, "version", lambda package: installed)
     classes = type("State", (released_state,), {}).__mro__
     with caplog.at_level(logging.INFO, "omni_npu_phase"):
         v2.check(classes)

@@ -195,7 +195,7 @@ def test_a_release_that_was_not_tested_is_noted(
             raise metadata.PackageNotFoundError(package)
         return installed
 
-    monkeypatch.setattr(runtimes.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     classes = _copies(released, {})
     with caplog.at_level(logging.INFO, "omni_npu_phase"):
         assert runtime_of(classes) is runtime_of(classes) is OWN
