@@ -177,6 +177,16 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     assert "this is a folder" in result.stderr
 
 
+@pytest.mark.parametrize("report_format", ["table", "json"])
+def test_standard_output_that_is_full(report_format: str) -> None:
+    command = [sys.executable, "-m", "omni_npu_phase", "verify", "--list", "--format", report_format]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert "standard output: No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_command_lines_libraries(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from omni_npu_phase.__main__ import main; main()"

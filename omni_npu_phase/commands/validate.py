@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``omni-npu-phase validate``: speech with chunked prefill against speech without."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from omni_npu_phase.commands import console
+
+EPILOG = (
+    "Exit status: 0 the runs speak the same; 1 they do not, or nothing was proven; 2 the run was impossible, "
+    "with the reason. The report, the audio and a picture are in the output folder."
+)
+
+
+class DeviceOption(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+    npu = "npu"
+
+
+class FormatOption(str, Enum):
+    table = "table"
+    json = "json"
+    markdown = "markdown"
+
+
+def validate(
+    model: Annotated[
+        str, typer.Option(metavar="DIR|tiny", help="A Qwen3-TTS CustomVoice checkpoint; tiny is made when first used.")
+    ] = "tiny",
+    device: Annotated[DeviceOption, typer.Option(help="Where the engines run.")] = DeviceOption.cpu,
+    text: Annotated[
+        list[str] | None, typer.Option(help="What to say; may be repeated; two short sentences when left out.")
+    ] = None,
+    speaker: Annotated[str | None, typer.Option(help="A voice; when left out, the checkpoint's first.")] = None,
+    language: Annotated[str | None, typer.Option(help="When left out, English, or the checkpoint's first.")] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens a step; when left out, for each text one that leaves a one-token tail."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Of each text: its frames and one more.")] = 40,
+    report_format: Annotated[FormatOption, typer.Option("--format", help="What to print.")] = (FormatOption.table),
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where reports, audio and the picture go.")] = Path(
+        "speech-report"
+    ),
+    debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
+) -> None:
+    """Speak texts with and without chunked prefill, in engines of their own, and compare codes and audio.
+
+    The engines are vLLM-Omni's own, with the phase contract in their runners; every prompt must leave a one-token
+    prefill tail when it is chunked, or nothing was proven.
+    """
+    try:
+        from omni_npu_phase.speech import report as speech_reports
+        from omni_npu_phase.speech.engine import EngineError
+        from omni_npu_phase.speech.validate import TEXTS, BadInputError, Options
+        from omni_npu_phase.speech.validate import validate as run
+        from omni_npu_phase.testing import tiny_qwen3_tts
+    except ImportError as error:
+        if error.name not in ("matplotlib", "psutil"):
+            raise
+        console.stop(f"validate needs {error.name}; pip install 'omni-npu-phase[speech]'")
+    with console.progress() as say:
+        try:
+            if model == "tiny":
+                say("the tiny checkpoint")
+            folder = tiny_qwen3_tts.cached() if model == "tiny" else Path(model)
+            texts = tuple(text) if text else TEXTS
+            options = Options(folder, output, device.value, texts, speaker, language, budget, max_tokens)
+            report = run(options, say)
+        except (BadInputError, EngineError, RuntimeError) as error:
+            if debug:
+                sys.stderr.write(getattr(error, "log", ""))
+            console.stop(str(error))
+    if report_format is FormatOption.table:
+        console.write(_speech_table(speech_reports, report), None)
+    else:
+        console.write_text(report.to_json() if report_format is FormatOption.json else report.to_markdown(), None)
+    if report.verdict != "equal":
+        raise typer.Exit(console.FAILED)
+
+
+def _speech_table(speech_reports: Any, report: Any) -> list[Table | str]:
+    table = Table()
+    for header in speech_reports.COLUMNS:
+        table.add_column(header, overflow="fold")
+    for comparison in report.comparisons:
+        table.add_row(*(console.escape(cell) for cell in speech_reports.comparison_row(comparison)))
+    parts: list[Table | str] = [table, console.escape(report.summary())]
+    difference = report.first_difference()
+    if difference is not None:
+        parts += [console.escape(f"First difference: {speech_reports.difference_text(difference)}")]
+        parts += [console.escape(row) for row in difference["rows"]]
+    return parts
