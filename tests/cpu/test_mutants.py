@@ -23,6 +23,9 @@ from omni_npu_phase.contract import CLAUSES, ContractError
 from tests.cpu.mutants import MUTANTS, Mutant
 from tests.cpu.mutants_v2 import MUTANTS_V2
 
+# What runs here runs in other tests too, where it is counted; tracing would double the time.
+pytestmark = pytest.mark.no_cover
+
 _CPU = torch.device("cpu")
 _ALL = (*MUTANTS, *MUTANTS_V2)
 _BY_NAME = {mutant.name: mutant for mutant in _ALL}
