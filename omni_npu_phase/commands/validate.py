@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +18,9 @@ from rich.table import Table
 from omni_npu_phase.commands import console
 
 EPILOG = (
-    "Exit status: 0 the runs speak the same; 1 they do not, or nothing was proven; 2 the run was impossible, "
-    "with the reason. The report, the audio and a picture are in the output folder."
+    "Exit status: 0 the runs speak the same; 1 they do not, or nothing was proven; 2 the run was impossible or was "
+    "interrupted, with the reason. The report, the audio and a picture are in the output folder; those of an earlier "
+    "run are removed at the start."
 )
 
 
@@ -50,6 +55,10 @@ def validate(
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where reports, audio and the picture go.")] = Path(
         "speech-report"
     ),
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="For each engine's imports, for its start, and for each text it speaks."),
+    ] = 600,
     debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
 ) -> None:
     """Speak texts with and without chunked prefill, in engines of their own, and compare codes and audio.
@@ -57,34 +66,69 @@ def validate(
     The engines are vLLM-Omni's own, with the phase contract in their runners; every prompt must leave a one-token
     prefill tail when it is chunked, or nothing was proven.
     """
+    from omni_npu_phase.speech import report as speech_reports
+    from omni_npu_phase.speech.engine import EngineError
+    from omni_npu_phase.speech.validate import TEXTS, BadInputError, Options
+    from omni_npu_phase.speech.validate import validate as run
+
+    options = Options(
+        model="tiny" if model == "tiny" else Path(model),
+        output=output,
+        device=device.value,
+        texts=tuple(text) if text else TEXTS,
+        speaker=speaker,
+        language=language,
+        budget=budget,
+        max_tokens=max_tokens,
+        timeout=timeout,
+    )
     try:
-        from omni_npu_phase.speech import report as speech_reports
-        from omni_npu_phase.speech.engine import EngineError
-        from omni_npu_phase.speech.validate import TEXTS, BadInputError, Options
-        from omni_npu_phase.speech.validate import validate as run
-        from omni_npu_phase.testing import tiny_qwen3_tts
-    except ImportError as error:
-        if error.name not in ("matplotlib", "psutil"):
-            raise
-        console.stop(f"validate needs {error.name}; pip install 'omni-npu-phase[speech]'")
-    with console.progress() as say:
-        try:
-            if model == "tiny":
-                say("the tiny checkpoint")
-            folder = tiny_qwen3_tts.cached() if model == "tiny" else Path(model)
-            texts = tuple(text) if text else TEXTS
-            options = Options(folder, output, device.value, texts, speaker, language, budget, max_tokens)
+        with _signals_raised(), console.progress() as say:
             report = run(options, say)
-        except (BadInputError, EngineError, RuntimeError) as error:
-            if debug:
-                sys.stderr.write(getattr(error, "log", ""))
-            console.stop(str(error))
+    except (BadInputError, EngineError) as error:
+        if debug:
+            sys.stderr.write(getattr(error, "log", ""))
+        console.stop(str(error))
+    except _InterruptedError as error:
+        console.stop(f"ended by {error.name}, without a report")
     if report_format is FormatOption.table:
         console.write(_speech_table(speech_reports, report), None)
     else:
         console.write_text(report.to_json() if report_format is FormatOption.json else report.to_markdown(), None)
     if report.verdict != "equal":
         raise typer.Exit(console.FAILED)
+
+
+class _InterruptedError(BaseException):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise :class:`_InterruptedError` for the first signal that asks this process to end, and ignore those after it.
+
+    What is under way then ends its processes and removes its files, in seconds.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # Whoever started this process with a signal ignored, as nohup does, wants it so.
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number in numbers if before[number] is not signal.SIG_IGN]
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
+        raise _InterruptedError(number)
+
+    for number in heard:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def _speech_table(speech_reports: Any, report: Any) -> list[Table | str]:

@@ -3,7 +3,7 @@
 
 Nothing is recorded unless OMNI_NPU_PHASE_OBSERVE names a folder. Then vLLM's model registry gives
 :class:`~omni_npu_phase.speech.observed_talker.ObservedTalker` for the talker: the released model, whose methods run
-unchanged and are written down. Each process writes one file, one line a step.
+unchanged and are written down. Each process writes two files: its rows, one line a step, and once what its runner is.
 """
 
 from __future__ import annotations
@@ -29,6 +29,20 @@ def install() -> None:
         OmniModelRegistry.register_model(ARCHITECTURE, "omni_npu_phase.speech.observed_talker:ObservedTalker")
 
 
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """What called the model, asked in its own process while a step ran."""
+
+    classes: list[str]
+    """Names with their modules, in method resolution order; those of the model state follow under Model Runner V2."""
+    mixin: str | None
+    """The one of this package's mixins among them."""
+    mode: str
+    """The OMNI_NPU_PHASE that holds for this runner."""
+    batch_invariant: bool
+    """Whether vLLM's batch-invariant kernels were asked for."""
+
+
 @dataclass(slots=True)
 class Row:
     """One request in one step, as the model saw it."""
@@ -36,6 +50,8 @@ class Row:
     request: str
     step: int
     hook: str
+    called_by: str
+    """The package whose code called the hook: this one where the mixin did."""
     span: int
     told: dict[str, Any]
     """The runner-owned fields that the hook was given, None where one was missing."""
@@ -87,6 +103,11 @@ class Request:
 def read(folder: Path) -> list[list[Row]]:
     """The rows in ``folder`` in order, one list for each process that recorded: one for every rank."""
     return [list(_rows(file)) for file in sorted(folder.glob("talker-*.jsonl"))]
+
+
+def read_runners(folder: Path) -> list[Runner]:
+    """The runners in ``folder``, one for each process that recorded, in the order of :func:`read`."""
+    return [Runner(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(folder.glob("runner-*.json"))]
 
 
 def _rows(file: Path) -> Iterator[Row]:

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+import vllm.envs
 from vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker import Qwen3TTSTalkerForConditionalGeneration
 
 from omni_npu_phase import contract, routing
-from omni_npu_phase.speech.observe import OBSERVE_VARIABLE
+from omni_npu_phase.results import chosen_mode
+from omni_npu_phase.runtimes.places import V1, V2
+from omni_npu_phase.speech.observe import OBSERVE_VARIABLE, Runner
 
 
 class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[misc]
@@ -79,9 +86,18 @@ class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[mi
         if not self._rows:
             # What warm-up calls left.
             self._mtp_embeds, self._frames = None, []
-        told = {name: info.get(name) for name in contract.FIELDS}
-        request = info.get("request_id", info.get("req_id"))
-        self._rows.append({"request": request, "hook": hook, "span": span, "told": told, "sliced_from": sliced_from})
+        # Two frames up is who called the hook.
+        caller = sys._getframe(2).f_globals["__name__"].partition(".")[0]
+        self._rows.append(
+            {
+                "request": info.get("request_id", info.get("req_id")),
+                "hook": hook,
+                "called_by": caller,
+                "span": span,
+                "told": {name: info.get(name) for name in contract.FIELDS},
+                "sliced_from": sliced_from,
+            }
+        )
         self._embeds.append(None if embeds is None else embeds.detach().clone())
 
     def _write_step(self, inputs_embeds: torch.Tensor | None) -> None:
@@ -99,6 +115,9 @@ class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[mi
             row["codes"] = next(frames, None) if decode else None
             row["seen_by_mtp"] = row["codes"] is not None or self._given_to_mtp(embeds)
             offset = end
+        if self._step == 0:
+            text = json.dumps(asdict(_runner_behind(sys._getframe())))
+            self._file.with_name(f"runner-{os.getpid()}.json").write_text(text, encoding="utf-8")
         line = {"step": self._step, "seconds": time.perf_counter() - self._began, "rows": self._rows}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -111,3 +130,27 @@ class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[mi
         width = embeds.shape[-1]
         given = self._mtp_embeds.reshape(-1, 1, width)
         return bool((given == embeds.reshape(1, -1, width).to(given)).all(-1).any())
+
+
+def _runner_behind(frame: FrameType | None) -> Runner:
+    """The runner of the worker that is running a step at ``frame``. Raises RuntimeError where there is none."""
+    while frame is not None:
+        runner = getattr(frame.f_locals.get("self"), "model_runner", None)
+        if runner is not None:
+            return _described(runner)
+        frame = frame.f_back
+    raise RuntimeError("no worker with a model runner is running this step")
+
+
+def _described(runner: Any) -> Runner:
+    # Under Model Runner V2 the contract is with the model's state.
+    parts = [part for part in (runner, getattr(runner, "model_state", None)) if part is not None]
+    mixins = [
+        (mixin.__name__, chosen_mode(part.phase_mode))
+        for part in parts
+        for mixin in (pkgutil.resolve_name(family.mixin) for family in (V1, V2))
+        if isinstance(part, mixin)
+    ]
+    name, mode = mixins[0] if mixins else (None, chosen_mode())
+    classes = [f"{cls.__module__}.{cls.__qualname__}" for part in parts for cls in type(part).__mro__[:-1]]
+    return Runner(classes, name, mode, bool(vllm.envs.VLLM_BATCH_INVARIANT))

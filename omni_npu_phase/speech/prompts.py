@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from omni_npu_phase.speech import checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,14 @@ class Prompt:
         """The talker's prompt for this text, in tokens; the released model makes as many embeddings."""
         from vllm_omni.model_executor.models.qwen3_tts.prompt_embeds_builder import Qwen3TTSPromptEmbedsBuilder
 
-        talker = json.loads((model / "config.json").read_text(encoding="utf-8"))["talker_config"]
+        talker = checkpoint.read(model).talker
         return int(
             Qwen3TTSPromptEmbedsBuilder.estimate_prompt_len_from_additional_information(
                 self.information,
                 task_type="CustomVoice",
                 tokenize_prompt=lambda text: _tokenizer(model)(text)["input_ids"],
                 codec_language_id=talker["codec_language_id"],
-                spk_is_dialect=talker["spk_is_dialect"],
+                spk_is_dialect=talker.get("spk_is_dialect"),
             )
         )
 

