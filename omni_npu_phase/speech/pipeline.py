@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's first process: makes vLLM-Omni's pipeline and lets it speak; started by :mod:`omni_npu_phase.speech.engine`.
+"""The first process of an engine: makes vLLM-Omni's pipeline and lets it speak.
 
-It says what it does, one JSON object a line: ``doing``, ``prompt_lens``, and last ``result``.
+:mod:`omni_npu_phase.speech.engine` starts it, and hears from it one JSON object a line: ``doing`` and ``prompt_lens``
+on the way, and ``result`` last.
 """
 
 from __future__ import annotations

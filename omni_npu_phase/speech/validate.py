@@ -262,7 +262,7 @@ def _timings(run: EngineRun) -> dict[str, Any]:
 def _runtime(options: Options, model: Path) -> dict[str, Any]:
     asked = engine.environment(options.device)[BATCH_INVARIANT_VARIABLE]
     if options.device == "cpu":
-        asked += ": vLLM has such kernels in Triton only; prompts go one at a time, on one thread, which adds up alike"
+        asked += ": vLLM's batch-invariant kernels are written in Triton, which CPU builds lack"
     return {
         "omni-npu-phase": __version__,
         "python": platform.python_version(),

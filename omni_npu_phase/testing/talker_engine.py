@@ -39,12 +39,6 @@ class TalkerEngine:
         self.tokens: dict[str, list[int]] = {}
         self.prompt_lens: dict[str, int] = {}
 
-    @property
-    def runner_classes(self) -> tuple[type, ...]:
-        """The classes of the model runner in method resolution order; none where it is in another process."""
-        worker = getattr(self.core.model_executor, "driver_worker", None)
-        return () if worker is None else type(worker.worker.model_runner).__mro__
-
     def submit(self, request_id: str, text: str, *, speaker: str = "vivian", **sampling: Any) -> int:
         """Queue one request, greedy unless ``sampling`` says otherwise; returns its prompt's length in tokens."""
         from vllm import SamplingParams

@@ -19,8 +19,7 @@ from typing import Any
 def talker_runs(model: Path, cases: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
     """Run each case: ``texts`` by request, and keywords of ``talker_engine``; ``sampling`` is for every request.
 
-    Returns for each: ``tokens``, ``prompt_lens``, ``ranks``, the rows each process saw, and ``mro``, the names of the
-    runner's classes where it is in the engine's own process.
+    Returns for each: ``tokens``, ``prompt_lens``, and ``ranks`` and ``runners``, what each process with a talker saw.
     """
     done = subprocess.run(
         [sys.executable, __file__, str(model)],
@@ -47,9 +46,9 @@ def main(model: Path) -> None:
                 for request_id, text in texts.items():
                     engine.submit(request_id, text, **sampling)
                 tokens = engine.run()
-                mro = [cls.__name__ for cls in engine.runner_classes]
             ranks = [[asdict(row) for row in rank] for rank in observe.read(Path(folder))]
-        result = {"tokens": tokens, "prompt_lens": engine.prompt_lens, "ranks": ranks, "mro": mro}
+            runners = [asdict(runner) for runner in observe.read_runners(Path(folder))]
+        result = {"tokens": tokens, "prompt_lens": engine.prompt_lens, "ranks": ranks, "runners": runners}
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
 

@@ -52,17 +52,30 @@ def _codes(run: dict[str, Any], rank: int = 0) -> dict[str, list[list[int]]]:
     return codes
 
 
+def _names(runner: dict[str, Any]) -> list[str]:
+    return [name.rpartition(".")[2] for name in runner["classes"]]
+
+
 def test_the_plugin_put_the_mixin_before_the_released_runner(runs: dict[str, dict[str, Any]]) -> None:
-    mro = runs["unchunked"]["mro"]
-    # The plugin's class has this name; the platform's own call would have made one of its runner.
-    assert mro.index("PhaseGPUARModelRunner") < mro.index("PhaseRoutingMixin") < mro.index("OmniGPUModelRunner")
+    for runner in (*runs["unchunked"]["runners"], *runs["two processes"]["runners"]):
+        names = _names(runner)
+        # The plugin's class has this name; the platform's own call would have made one of its runner.
+        assert (
+            names.index("PhaseGPUARModelRunner") < names.index("PhaseRoutingMixin") < names.index("OmniGPUModelRunner")
+        )
+        assert (runner["mixin"], runner["mode"]) == ("PhaseRoutingMixin", "on")
+    assert {row["called_by"] for row in runs["chunked"]["ranks"][0]} == {"omni_npu_phase"}
+    assert len(runs["two processes"]["runners"]) == 2
 
 
 def test_off_leaves_the_runner_of_an_engine_as_released() -> None:
     case = {"texts": {"a": TEXTS["a"]}, "budget": 128}
     (run,) = talker_runs(tiny_qwen3_tts.cached(), [case], OMNI_NPU_PHASE="off")
-    assert "OmniGPUModelRunner" in run["mro"]
-    assert not [name for name in run["mro"] if "Phase" in name]
+    (runner,) = run["runners"]
+    assert "OmniGPUModelRunner" in _names(runner)
+    assert not [name for name in _names(runner) if "Phase" in name]
+    assert (runner["mixin"], runner["mode"]) == (None, "off")
+    assert {row["called_by"] for row in run["ranks"][0]} == {"vllm_omni"}
 
 
 @pytest.mark.parametrize("asked", ["", "cuda", "CPU"])

@@ -15,6 +15,7 @@ import urllib.request
 import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from omni_npu_phase.speech import engine, observe
+from omni_npu_phase.speech import engine, observe, pipeline
 from omni_npu_phase.speech.engine import EngineSpec
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import AUDIO_TOLERANCE
@@ -53,17 +54,12 @@ def offline() -> list[npt.NDArray[np.float32]]:
     return [speech.audio for speech in engine.run(_spec(budget=None)).speeches]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("served")
+@contextmanager
+def _serving(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The server's process; its log is ``folder / "log"``, and its talker is observed in ``folder``."""
     spec = _spec(budget=7)
     deploy = folder / "deploy.json"
-    deploy.write_text(json.dumps(engine.deploy(spec, max_model_len=128, max_num_seqs=2)), encoding="utf-8")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    observed = folder / "observed"
-    observed.mkdir()
+    deploy.write_text(json.dumps(pipeline.deploy(spec, max_model_len=128, max_num_seqs=2)), encoding="utf-8")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [
@@ -73,18 +69,39 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             ],
             stdout=log,
             stderr=log,
-            env={**os.environ, **engine.environment("cpu"), observe.OBSERVE_VARIABLE: str(observed)},
+            env={**os.environ, **engine.environment("cpu"), observe.OBSERVE_VARIABLE: str(folder)},
             start_new_session=True,
-            text=True,
         )
-        try:
-            _wait(process, f"http://127.0.0.1:{port}/health", folder / "log")
-            yield Server(f"http://127.0.0.1:{port}/v1", observed)
-        finally:
-            engine.end_group(process)
+    try:
+        yield process
+    finally:
+        engine.end_group(process)
 
 
-def _wait(process: subprocess.Popen[str], url: str, log: Path) -> None:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with _serving(folder, port) as process:
+        _wait(process, f"http://127.0.0.1:{port}/health", folder / "log")
+        yield Server(f"http://127.0.0.1:{port}/v1", folder)
+
+
+def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with _serving(tmp_path, taken.getsockname()[1]) as process:
+            assert process.wait(START_SECONDS) != 0
+    log = (tmp_path / "log").read_text(encoding="utf-8", errors="replace")
+    assert engine.reason(log) == "OSError: [Errno 98] Address already in use"
+    # It looked before it started an engine.
+    assert not list(tmp_path.glob("talker-*"))
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text(errors="replace")[-4000:]

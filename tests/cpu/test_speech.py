@@ -8,12 +8,15 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +25,14 @@ import psutil
 import pytest
 import torch
 
-from omni_npu_phase.speech import engine
+from omni_npu_phase.speech import engine, observe, output, picture
 from omni_npu_phase.speech.engine import EngineError, EngineRun, EngineSpec
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import AUDIO_TOLERANCE, Report
 from omni_npu_phase.speech.validate import BadInputError, Options, budgets, validate
 from omni_npu_phase.testing import tiny_qwen3_tts
+
+from .talker_runs import talker_runs
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +68,84 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spoken(model: Path, engines: Engines, folder: Path) -> Report:
-    return validate(Options(model, folder), run_engine=engines)
+def told() -> list[str]:
+    """What the user was told while ``spoken`` ran."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def spoken(model: Path, engines: Engines, folder: Path, told: list[str]) -> Report:
+    return validate(Options(model, folder), told.append, run_engine=engines)
+
+
+@pytest.mark.usefixtures("spoken")
+def test_progress_names_every_step_of_every_engine(told: list[str]) -> None:
+    steps = ["importing vLLM-Omni", "starting", "ready"]
+    assert told == [
+        *(f"unchunked engine, {step}" for step in [*steps, *(f"request {index} of 3" for index in (1, 2, 3))]),
+        *(f"chunked (7 tokens) engine, {step}" for step in [*steps, "request 1 of 2", "request 2 of 2"]),
+    ]
+
+
+def test_the_runner_of_each_engine_is_on_record(spoken: Report, folder: Path) -> None:
+    recorded = json.loads((folder / "report.json").read_text(encoding="utf-8"))["runtime"]
+    assert list(recorded["runners"]) == ["unchunked", "chunked (7 tokens)"]
+    for (runner,) in recorded["runners"].values():
+        assert (runner["mixin"], runner["mode"]) == ("PhaseRoutingMixin", "strict")
+        assert runner["classes"][0] == "omni_npu_phase.platform.runner.CpuARModelRunner"
+        released = runner["classes"].index("vllm_omni.worker.gpu_model_runner.OmniGPUModelRunner")
+        assert runner["classes"].index("omni_npu_phase.mixin.PhaseRoutingMixin") < released
+        assert runner["batch_invariant"] is False
+    assert recorded["VLLM_BATCH_INVARIANT"].startswith("0: ")
+    for comparison in spoken.comparisons:
+        for _, request in comparison.runs:
+            assert {row.called_by for row in request.rows} == {"omni_npu_phase"}
+
+
+def test_an_engine_without_the_mixin_proves_nothing(spoken: Report) -> None:
+    (runner,) = spoken.runners["unchunked"]
+    for other, reason in (
+        (replace(runner, mixin=None), "ran omni_npu_phase.platform.runner.CpuARModelRunner without the mixin"),
+        (replace(runner, mode="off"), "ran omni_npu_phase.platform.runner.CpuARModelRunner in mode off"),
+    ):
+        report = replace(spoken, runners={**spoken.runners, "unchunked": [other]})
+        assert report.reasons == [f"the unchunked engine {reason}"]
+        assert report.verdict == "proves nothing"
+    report = replace(spoken, runners={**spoken.runners, "unchunked": []})
+    assert report.unproven == ["no runner of the unchunked engine was observed"]
+
+
+def test_hooks_that_others_called_prove_nothing(spoken: Report) -> None:
+    first = spoken.comparisons[0]
+    rows = [replace(row, called_by="vllm_omni") for row in first.chunked.rows]
+    report = replace(spoken, comparisons=[replace(first, chunked=replace(first.chunked, rows=rows))])
+    assert report.unproven == ["prompt 1: chunked: the talker's hooks were called by vllm_omni, not by the mixin"]
+
+
+def test_a_baseline_that_was_chunked_proves_nothing(spoken: Report) -> None:
+    first = spoken.comparisons[0]
+    report = replace(spoken, comparisons=[replace(first, unchunked=first.chunked)])
+    assert report.verdict == "proves nothing"
+    assert report.reasons == ["prompt 1: the unchunked run read 7 + 7 + 7 + 1 tokens, not the prompt's 22 in one span"]
+    audio = report.as_dict()["audio"]
+    assert (report.as_dict()["codes_equal"], audio["equal"]) == (None, None)
+
+
+def test_every_row_of_a_prompt_must_stay_as_it_is(spoken: Report) -> None:
+    first = spoken.comparisons[0]
+    for kind, request, step, row in (
+        ("chunked", first.chunked, 1, "the prompt row C=7 S=7"),
+        ("chunked", first.chunked, 3, "the one-token tail"),
+        ("unchunked", first.unchunked, 0, "the prompt row C=0 S=22"),
+    ):
+        for change, fault in (
+            ({"unchanged": False}, f"the embedding of {row} did not reach the forward pass unchanged"),
+            ({"seen_by_mtp": True}, f"MTP was given {row} (T2)"),
+        ):
+            rows = [replace(each, **change) if each is request.rows[step] else each for each in request.rows]
+            changed = replace(first, **{kind: replace(request, rows=rows)})  # type: ignore[arg-type]
+            number = request.rows[step].step
+            assert list(changed.faults()) == [f"{kind}, step {number}: {fault}"]
 
 
 def test_chunked_speech_is_unchunked_speech(spoken: Report) -> None:
@@ -92,9 +173,15 @@ def test_the_report_has_what_was_promised(spoken: Report, folder: Path) -> None:
     assert report["audio"]["equal"] is True
     assert report["audio"]["samples"] == [39 * tiny_qwen3_tts.SAMPLES_PER_FRAME] * 2
     assert report["runtime"]["packages"]["vllm-omni"]
-    assert all(seconds > 0 for seconds in report["timings"]["unchunked"]["first_audio_seconds"])
+    assert all(seconds > 0 for seconds in report["timings"]["engines"]["unchunked"]["first_audio_seconds"])
     assert (folder / "speech.png").read_bytes().startswith(b"\x89PNG")
-    assert "| Hello world | 22 | 7 | (22, 21, 1) | 39 | equal |" in (folder / "report.md").read_text(encoding="utf-8")
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    assert "| Hello world | 22 | 7 | (22, 21, 1) | 39 | equal |" in markdown
+    assert (
+        "| chunked (7 tokens) | omni_npu_phase.platform.runner.CpuARModelRunner | PhaseRoutingMixin | strict | off |"
+        in markdown
+    )
+    assert not re.search(r"[{\[]'", markdown)
     with wave.open(str(folder / "prompt-1-chunked.wav")) as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32767
         assert file.getframerate() == tiny_qwen3_tts.SAMPLE_RATE
@@ -123,6 +210,30 @@ def install():
 """
 
 
+ALTERED_ROWS = """
+def install():
+    from omni_npu_phase import routing
+    route = routing.route
+    def altered(plan, port):
+        route(plan, port)
+        if plan.num_computed[0] == 7:
+            port.embeds[plan.offsets[0]] += 1
+    routing.route = altered
+"""
+
+
+def test_a_prompt_row_that_a_runner_alters_is_seen(model: Path, spoken: Report, tmp_path: Path) -> None:
+    _plugin(tmp_path, ALTERED_ROWS)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    first = spoken.comparisons[0]
+    case = {"texts": {"a": first.prompt.text}, "budget": 7, "sampling": {"max_tokens": 40}}
+    (run,) = talker_runs(model, [case], PYTHONPATH=path)
+    rows = [observe.Row(**row) for row in run["ranks"][0]]
+    altered = replace(first, chunked=observe.by_request(rows, [first.chunked.prompt_len])[0])
+    fault = "the embedding of the prompt row C=7 S=7 did not reach the forward pass unchanged"
+    assert f"chunked, step 1: {fault}" in list(altered.faults())
+
+
 def _plugin(folder: Path, code: str) -> None:
     """A plugin that vLLM loads in every process that has ``folder`` on its path."""
     (folder / "broken_guard.py").write_text(code, encoding="utf-8")
@@ -148,7 +259,7 @@ def test_a_guard_that_asks_for_the_span_is_heard(model: Path, engines: Engines, 
     difference = written["first_difference"]
     assert (difference["prompt"], difference["frame"]) == (1, 0)
     assert any(row.startswith("> step 3: P=22 C=21 S=1 tail") and "prefill=False" in row for row in difference["rows"])
-    assert "prompt 1: MTP was given the tail (T2)" in written["reasons"]
+    assert "prompt 1: chunked, step 3: MTP was given the one-token tail (T2)" in written["reasons"]
     assert "prompt 1: the codes differ" in written["reasons"]
 
 
@@ -165,6 +276,13 @@ def test_codes_that_ignore_the_prompt_prove_nothing(model: Path, engines: Engine
     report = validate(Options(deaf, tmp_path / "report"), run_engine=engines)
     assert report.verdict == "proves nothing"
     assert "the codes do not depend on the prompt, so equal codes would show nothing" in report.summary()
+    written = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    assert (written["codes_equal"], written["audio"]["equal"]) == (None, None)
+    assert set(written["files"].values()) == {
+        *(f"prompt-{index}-{kind}.wav" for index in (1, 2) for kind in ("chunked", "unchunked")),
+        "speech.png",
+    }
+    assert all((tmp_path / "report" / name).stat().st_size > 1000 for name in written["files"].values())
 
 
 def test_a_run_without_a_tail_proves_nothing(spoken: Report) -> None:
@@ -222,6 +340,21 @@ def _refusals(model: Path, folder: Path) -> list[tuple[Options, str]]:
     shutil.copy(model / "config.json", mute)
     file = folder / "file"
     file.touch()
+    custom_voice: dict[str, object] = {"model_type": "qwen3_tts", "tts_model_type": "custom_voice"}
+    configurations = {
+        "no-json": "{",
+        "a-list": "[]",
+        "no-talker": json.dumps(custom_voice),
+        "no-voice": json.dumps({**custom_voice, "talker_config": {"spk_id": {}}}),
+        "no-language": json.dumps({**custom_voice, "talker_config": {"spk_id": {"a": 1}}}),
+    }
+    for name, text in configurations.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(text, encoding="utf-8")
+    (folder / "no-text" / "config.json").mkdir(parents=True)
+    foreign = folder / "foreign"
+    foreign.mkdir()
+    (foreign / "report.json").write_text('{"schema": "other/1"}', encoding="utf-8")
     return [
         (replace(good, model=no_model), "there is no such folder"),
         (replace(good, model=folder), "no Qwen3-TTS checkpoint, it has no config.json"),
@@ -233,6 +366,17 @@ def _refusals(model: Path, folder: Path) -> list[tuple[Options, str]]:
         (replace(good, texts=(" ",)), "--text: the text is empty"),
         (replace(good, max_tokens=1), "--max-tokens 1: at least 2 are needed for one frame"),
         (replace(good, output=file), f"--output {file}: File exists"),
+        (replace(good, output=file / "below"), f"--output {file / 'below'}: Not a directory"),
+        (replace(good, output=foreign), "the report.json there is not of this command; it would be overwritten"),
+        (replace(good, model=file), "it is a file, not a folder"),
+        (replace(good, model=folder / "no-json"), "config.json cannot be read: Expecting property name"),
+        (replace(good, model=folder / "no-text"), "config.json cannot be read: [Errno 21] Is a directory"),
+        (replace(good, model=folder / "a-list"), "no Qwen3-TTS checkpoint, its model_type is None"),
+        (replace(good, model=folder / "no-talker"), "its config.json has no talker_config"),
+        (replace(good, model=folder / "no-voice"), "its talker_config names nothing under spk_id"),
+        (replace(good, model=folder / "no-language"), "its talker_config names nothing under codec_language_id"),
+        (replace(good, texts=("\udce9",)), "--text: the text is not UTF-8"),
+        (replace(good, timeout=0), "--timeout 0: a number of seconds above 0 is needed"),
     ]
 
 
@@ -243,6 +387,77 @@ def test_what_cannot_run_is_refused_before_an_engine_starts(model: Path, tmp_pat
     for options, message in _refusals(model, tmp_path):
         with pytest.raises(BadInputError, match=re.escape(message)):
             validate(options, run_engine=no_engine)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("OMNI_NPU_PHASE", "off", "OMNI_NPU_PHASE=off: the engines would run without the mixin"),
+        ("OMNI_NPU_PHASE", "maybe", "phase_mode and OMNI_NPU_PHASE take off, on or strict, not 'maybe'"),
+        ("VLLM_PLUGINS", "", "VLLM_PLUGINS leaves out omni_npu_phase, omni_npu_phase_observe, omni_npu_phase_cpu"),
+        ("VLLM_PLUGINS", "omni_npu_phase_cpu,omni_npu_phase_observe", "VLLM_PLUGINS leaves out omni_npu_phase: "),
+    ],
+)
+def test_an_environment_without_the_mixin_is_refused(
+    variable: str, value: str, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        validate(Options(model, tmp_path))
+
+
+def test_prompts_longer_than_the_model_are_refused(model: Path, tmp_path: Path, engines: Engines) -> None:
+    with pytest.raises(BadInputError, match="with a prompt of 29 tokens, more than the model's 32768"):
+        validate(Options(model, tmp_path, max_tokens=32740), run_engine=_Lengths([22, 29, 22]))
+
+
+class _Lengths:
+    """Stands for an engine whose prompts have these lengths; it is refused before it would start."""
+
+    def __init__(self, prompt_lens: list[int]) -> None:
+        self._prompt_lens = prompt_lens
+
+    def __call__(self, _: EngineSpec, __: object, accept: Callable[[list[int]], None]) -> EngineRun:
+        accept(self._prompt_lens)
+        raise AssertionError
+
+
+def _earlier_report(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "report.json").write_text('{"schema": "omni-npu-phase/validate/1", "verdict": "equal"}', encoding="utf-8")
+    for name in ("report.md", "speech.png", "prompt-1-chunked.wav", "prompt-3-unchunked.wav"):
+        (folder / name).touch()
+    (folder / "notes.txt").touch()
+
+
+def test_no_earlier_report_survives_a_run_that_fails(model: Path, tmp_path: Path) -> None:
+    def failing(*_: object) -> EngineRun:
+        raise EngineError("no engine")
+
+    good = Options(model, tmp_path / "report")
+    for options, error in ((replace(good, texts=("",)), BadInputError), (good, EngineError)):
+        _earlier_report(options.output)
+        with pytest.raises(error):
+            validate(options, run_engine=failing)
+        assert [path.name for path in options.output.iterdir()] == ["notes.txt"]
+        shutil.rmtree(options.output)
+
+
+def test_an_empty_report_of_an_interrupted_run_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "report.json").touch()
+    output.prepare(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_is_whole_or_absent(spoken: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(_: Report, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(picture, "draw", half)
+    with pytest.raises(OSError, match="no space left"):
+        output.write(spoken, tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".wav"}
 
 
 def test_a_full_disk_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +492,7 @@ def test_the_command_says_one_line_and_leaves_no_process(tmp_path: Path, left_ov
     command = [sys.executable, "-m", "omni_npu_phase", "validate", "--budget", "8", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
+    assert "... unchunked engine, importing vLLM-Omni" in done.stderr.splitlines()
     assert done.stderr.splitlines()[-1].startswith("error: --budget 8: prompt 1 has 22 tokens, ")
     assert "Traceback" not in done.stderr
     assert left_over() == []
@@ -287,7 +503,7 @@ def test_an_engine_that_dies_says_why(model: Path, tmp_path: Path, left_over: Ca
     shutil.copytree(model, broken)
     (broken / "model.safetensors").write_bytes(b"no tensors")
     spec = EngineSpec("broken", str(broken), "cpu", (Prompt("Hello", "vivian", "english"),), 4, None)
-    with pytest.raises(EngineError, match=r"^the broken engine failed: SafetensorError: .+") as caught:
+    with pytest.raises(EngineError, match=r"^the broken engine failed \(starting\): SafetensorError: .+") as caught:
         engine.run(spec)
     assert "\n" not in str(caught.value)
     assert "Traceback" in caught.value.log
@@ -303,15 +519,69 @@ def test_a_device_that_is_not_there_is_named(device: engine.Device, model: Path)
         engine.run(spec)
 
 
-def test_an_engine_ends_when_its_parent_is_killed(tmp_path: Path, left_over: Callable[[], list[int]]) -> None:
-    command = [sys.executable, "-m", "omni_npu_phase", "validate", "--output", str(tmp_path)]
-    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(left_over()) < 2:
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files; pytest's own are too deep for sockets in them."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    parent.kill()
-    parent.wait()
-    while left_over():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+
+
+def _hello(model: Path, timeout: float = engine.TIMEOUT) -> EngineSpec:
+    return EngineSpec("first", str(model), "cpu", (Prompt("Hello", "vivian", "english"),), 4, None, timeout)
+
+
+def test_an_engine_that_takes_too_long_is_ended(model: Path, left_over: Callable[[], list[int]], scratch: Path) -> None:
+    message = r"the first engine failed \(importing vLLM-Omni\): it took longer than the timeout of 1 s"
+    with pytest.raises(EngineError, match=message):
+        engine.run(_hello(model, timeout=1))
+    assert left_over() == []
+    assert not list(scratch.iterdir())
+
+
+def test_a_killed_engine_names_the_signal(model: Path, left_over: Callable[[], list[int]], scratch: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(engine.run, _hello(model))
+        _wait_for(left_over)
+        os.kill(left_over()[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"^the first engine failed .*: it was ended by SIGKILL"):
+            run.result()
+    assert left_over() == []
+    assert not list(scratch.iterdir())
+
+
+def test_no_temporary_folder_is_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/null")
+    with pytest.raises(EngineError, match=r"^the first engine failed: .*Not a directory"):
+        engine.run(_hello(model))
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 2), (signal.SIGTERM, 4), (signal.SIGKILL, 2)])
+def test_a_signal_leaves_nothing(
+    number: signal.Signals, processes: int, tmp_path: Path, left_over: Callable[[], list[int]], scratch: Path
+) -> None:
+    _earlier_report(tmp_path / "report")
+    command = [sys.executable, "-m", "omni_npu_phase", "validate", "--output", str(tmp_path / "report")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # The command, the engine's first process, and with four also those of its stages.
+    _wait_for(lambda: len(left_over()) >= processes)
+    parent.send_signal(number)
+    _, said = parent.communicate(timeout=60)
+    if number is signal.SIGKILL:
+        # The engine sees by itself that nobody waits for it.
+        _wait_for(lambda: not left_over())
+    else:
+        assert parent.returncode == 2
+        assert said.splitlines()[-1] == f"error: ended by {number.name}, without a report"
+    assert left_over() == []
+    assert not list(scratch.iterdir())
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["notes.txt"]

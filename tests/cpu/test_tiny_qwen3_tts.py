@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,33 @@ def test_it_has_the_ids_that_the_pipeline_takes_for_granted() -> None:
     talker = json.loads((tiny_qwen3_tts.cached() / "config.json").read_text(encoding="utf-8"))["talker_config"]
     assert talker["codec_eos_token_id"] == 2150
     assert talker["vocab_size"] > max(*talker["spk_id"].values(), *talker["codec_language_id"].values())
+
+
+@pytest.mark.parametrize(
+    ("maker", "reason"),
+    [
+        ("exit 3", "its maker said nothing, exit status 3"),
+        ("kill -9 $$", "its maker was ended by SIGKILL"),
+        ("echo 'OSError: no space' >&2; exit 1", "OSError: no space"),
+        ("exec sleep 60", "the tiny checkpoint was not made in 1 s, the timeout"),
+    ],
+)
+def test_a_maker_that_fails_says_why(maker: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{maker}\n", encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setenv("OMNI_NPU_PHASE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match=f"{re.escape(reason)}$"):
+        tiny_qwen3_tts.cached(seconds=1)
+    assert not list((tmp_path / "cache" / "omni-npu-phase").iterdir())
+
+
+@pytest.mark.parametrize("cache", ["/dev/null", "/proc"])
+def test_a_cache_that_cannot_be_written_is_named(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_NPU_PHASE_CACHE", cache)
+    with pytest.raises(RuntimeError, match=f"the cache folder {cache}/omni-npu-phase cannot be written: "):
+        tiny_qwen3_tts.cached()
 
 
 @pytest.fixture(scope="module")
