@@ -135,12 +135,15 @@ def _run_in(
                 advance(doing)
             elif "prompt_lens" in said:
                 accept(said["prompt_lens"])
+            elif "killed" in said:
+                failure = "".join(f"{stage}; " for stage in said["killed"])
             else:
                 result = said["result"]
                 break
         else:
             status = process.wait(spec.timeout)
-            failure = f"it was ended by {signal.Signals(-status).name}; " if status < 0 else ""
+            if status < 0:
+                failure = f"it was ended by {signal.Signals(-status).name}; "
     except (TimeoutError, subprocess.TimeoutExpired):
         failure = f"it took longer than the timeout of {spec.timeout:g} s; "
     finally:

@@ -2,11 +2,12 @@
 """The first process of an engine: makes vLLM-Omni's pipeline and lets it speak.
 
 :mod:`omni_npu_phase.speech.engine` starts it, and hears from it one JSON object a line: ``doing`` and ``prompt_lens``
-on the way, and ``result`` last.
+on the way, and ``result`` or ``killed`` last.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -16,8 +17,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +79,29 @@ def _check_device(device: Device) -> None:
 
 
 def _say(**what: Any) -> None:
-    os.write(_PARENT, f"{json.dumps(what)}\n".encode())
+    try:
+        os.write(_PARENT, f"{json.dumps(what)}\n".encode())
+    except BrokenPipeError:
+        # The parent is gone, and the thread that sees it ends everything.
+        signal.pause()
 
 
-def _end_with_parent(folder: str) -> None:
+def _end_with_parent(folder: Path) -> None:
     sys.stdin.read()
-    shutil.rmtree(folder, ignore_errors=True)
+    _ENDING.acquire()
+    for _ in range(100):
+        # A stage that is still running may write meanwhile.
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
     os.killpg(0, signal.SIGKILL)
+
+
+def _killed_stages() -> Iterator[str]:
+    """Processes of stages that a signal ended, but for the one with which vLLM-Omni ends them itself."""
+    for found in gc.get_objects():
+        if issubclass(type(found), BaseProcess) and (found.exitcode or 0) < 0 and found.exitcode != -signal.SIGTERM:
+            yield f"{found.name} was ended by {signal.Signals(-found.exitcode).name}"
 
 
 def deploy(spec: EngineSpec, max_model_len: int, max_num_seqs: int = 1) -> dict[str, Any]:
@@ -158,10 +176,15 @@ if __name__ == "__main__":
     # Standard output is the parent's; what the engine prints goes to the log.
     _PARENT = os.dup(1)
     os.dup2(2, 1)
-    threading.Thread(target=_end_with_parent, args=(sys.argv[1],), daemon=True).start()
+    _ENDING = threading.Lock()
+    _FOLDER = Path(sys.argv[1])
+    threading.Thread(target=_end_with_parent, args=(_FOLDER,), daemon=True).start()
     try:
-        main(Path(sys.argv[1]))
+        main(_FOLDER)
     except Exception:
         logging.exception("the engine failed")
+        _say(killed=list(_killed_stages()))
+        # Not while the folder is being removed.
+        _ENDING.acquire()
         # An engine that failed leaves threads that would keep Python from ending.
         os._exit(1)

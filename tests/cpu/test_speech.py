@@ -406,7 +406,7 @@ def test_an_environment_without_the_mixin_is_refused(
         validate(Options(model, tmp_path))
 
 
-def test_prompts_longer_than_the_model_are_refused(model: Path, tmp_path: Path, engines: Engines) -> None:
+def test_prompts_longer_than_the_model_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="with a prompt of 29 tokens, more than the model's 32768"):
         validate(Options(model, tmp_path, max_tokens=32740), run_engine=_Lengths([22, 29, 22]))
 
@@ -529,6 +529,11 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", None)
 
 
+def _left_in(scratch: Path) -> list[Path]:
+    """What is left there, but for what torch keeps for later runs."""
+    return [path for path in scratch.iterdir() if not path.name.startswith("torchinductor")]
+
+
 def _wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 240
     while not condition():
@@ -545,7 +550,7 @@ def test_an_engine_that_takes_too_long_is_ended(model: Path, left_over: Callable
     with pytest.raises(EngineError, match=message):
         engine.run(_hello(model, timeout=1))
     assert left_over() == []
-    assert not list(scratch.iterdir())
+    assert _left_in(scratch) == []
 
 
 def test_a_killed_engine_names_the_signal(model: Path, left_over: Callable[[], list[int]], scratch: Path) -> None:
@@ -556,7 +561,22 @@ def test_a_killed_engine_names_the_signal(model: Path, left_over: Callable[[], l
         with pytest.raises(EngineError, match=r"^the first engine failed .*: it was ended by SIGKILL"):
             run.result()
     assert left_over() == []
-    assert not list(scratch.iterdir())
+    assert _left_in(scratch) == []
+
+
+def test_a_killed_stage_names_the_signal(model: Path, left_over: Callable[[], list[int]], scratch: Path) -> None:
+    def stages() -> list[psutil.Process]:
+        processes = [psutil.Process(number) for number in left_over()]
+        return [process for process in processes if "spawn_main" in " ".join(process.cmdline())]
+
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(engine.run, _hello(model))
+        _wait_for(stages)
+        stages()[0].kill()
+        with pytest.raises(EngineError, match=r"^the first engine failed \(starting\): Stage.*_stage[01]_.* SIGKILL"):
+            run.result()
+    assert left_over() == []
+    assert _left_in(scratch) == []
 
 
 def test_no_temporary_folder_is_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,5 +603,5 @@ def test_a_signal_leaves_nothing(
         assert parent.returncode == 2
         assert said.splitlines()[-1] == f"error: ended by {number.name}, without a report"
     assert left_over() == []
-    assert not list(scratch.iterdir())
+    assert _left_in(scratch) == []
     assert [path.name for path in (tmp_path / "report").iterdir()] == ["notes.txt"]
