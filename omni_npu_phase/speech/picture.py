@@ -84,7 +84,7 @@ def _waveforms(panel: Any, comparison: Comparison) -> None:
     difference = comparison.audio_difference
     told = "other length" if difference is None else f"largest difference {difference:.1e}"
     codes = "codes equal" if comparison.codes_equal else "codes differ"
-    panel.set_title(f"{len(comparison.unchunked.codes)} frames, {codes}; audio: {told}", loc="left", fontsize=10)
+    panel.set_title(f"frames: {comparison.frames}; {codes}; audio: {told}", loc="left", fontsize=10)
     panel.set_yticks((1.1, -1.1), ("chunked", "unchunked"))
     panel.set_ylim(-2.3, 2.3)
     panel.set_xlabel("seconds")

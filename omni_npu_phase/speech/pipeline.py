@@ -156,17 +156,18 @@ def _speak(engine: Any, prompt: Prompt, length: int) -> Speech:
     pieces: list[npt.NDArray[np.float32]] = []
     for output in engine.generate([request], sampling, py_generator=True, use_tqdm=False):
         heard = dict(output.multimodal_output or {})
-        for piece in _tensors(heard.get("audio", heard.get("model_outputs"))):
+        for piece in tensors(heard.get("audio", heard.get("model_outputs"))):
             pieces.append(piece.detach().float().cpu().numpy().reshape(-1))
         if pieces and first is None:
             first = time.perf_counter() - began
-        for value in _tensors(heard.get("sr")):
+        for value in tensors(heard.get("sr")):
             rate = int(value)
     audio = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
     return Speech(audio, rate, first or 0.0, time.perf_counter() - began)
 
 
-def _tensors(value: Any) -> Sequence[Any]:
+def tensors(value: Any) -> Sequence[Any]:
+    """A value of vLLM-Omni's multimodal output: it is one tensor, a list of them, or missing."""
     if value is None:
         return ()
     return value if isinstance(value, list) else (value,)

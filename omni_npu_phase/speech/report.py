@@ -48,6 +48,12 @@ class Comparison:
         return self.chunked.codes == self.unchunked.codes
 
     @property
+    def frames(self) -> str:
+        """How many frames the runs made: one number, or both where they differ."""
+        chunked, unchunked = len(self.chunked.codes), len(self.unchunked.codes)
+        return str(unchunked) if chunked == unchunked else f"{chunked} chunked, {unchunked} unchunked"
+
+    @property
     def audio_difference(self) -> float | None:
         """Largest difference of two samples; None where one of them is longer."""
         chunked, unchunked = self.chunked_speech.audio, self.unchunked_speech.audio
@@ -83,7 +89,9 @@ class Comparison:
         for name, request in self.runs:
             prompt_rows = [row for row in request.rows if row.prefill]
             for row in [row for row in prompt_rows if not row.unchanged][:1]:
-                yield f"{name}, step {row.step}: the embedding of {_kind(row)} did not reach the forward pass unchanged"
+                clause = "T2" if row.tail else "R9"
+                kept = f"did not reach the forward pass unchanged ({clause})"
+                yield f"{name}, step {row.step}: the embedding of {_kind(row)} {kept}"
             for row in [row for row in prompt_rows if row.seen_by_mtp][:1]:
                 yield f"{name}, step {row.step}: MTP was given {_kind(row)} (T2)"
         for name, request in self.runs:
@@ -105,7 +113,7 @@ class Comparison:
 
 
 def _kind(row: Row) -> str:
-    """A prompt's row as a sentence names it, with the clause that keeps its embedding."""
+    """A row of a prompt, as a sentence names it."""
     return "the one-token tail" if row.tail else f"the prompt row C={row.computed} S={row.span}"
 
 
@@ -294,7 +302,7 @@ def comparison_row(comparison: Comparison) -> tuple[str, ...]:
         str(comparison.chunked.prompt_len),
         str(comparison.budget),
         f"({tail.prompt_len}, {tail.computed}, {tail.span})" if tail else "none",
-        str(len(comparison.unchunked.codes)),
+        comparison.frames,
         "equal" if comparison.codes_equal else "differ",
         "other length" if difference is None else f"{difference:.1e}",
     )

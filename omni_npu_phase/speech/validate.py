@@ -125,8 +125,11 @@ def validate(
 
 
 def _no_output(options: Options, error: Exception) -> BadInputError:
-    reason = error.strerror if isinstance(error, OSError) else None
-    return BadInputError(f"--output {options.output}: {reason or error}")
+    return BadInputError(f"--output {options.output}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def budgets(prompt_lens: Sequence[int], wanted: int | None = None) -> dict[int, list[int]]:
@@ -210,8 +213,8 @@ def _model(options: Options, advance: Callable[[str], None]) -> tuple[Path, Chec
             advance("the tiny checkpoint")
         folder = tiny_qwen3_tts.cached(options.timeout) if options.model == "tiny" else Path(options.model)
         return folder, checkpoint.read(folder)
-    except (RuntimeError, ValueError) as error:
-        raise BadInputError(f"--model {options.model}: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BadInputError(f"--model {options.model}: {_reason(error)}") from error
 
 
 def _prompts(options: Options, known: Checkpoint) -> list[Prompt]:

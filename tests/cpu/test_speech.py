@@ -133,13 +133,13 @@ def test_a_baseline_that_was_chunked_proves_nothing(spoken: Report) -> None:
 
 def test_every_row_of_a_prompt_must_stay_as_it_is(spoken: Report) -> None:
     first = spoken.comparisons[0]
-    for kind, request, step, row in (
-        ("chunked", first.chunked, 1, "the prompt row C=7 S=7"),
-        ("chunked", first.chunked, 3, "the one-token tail"),
-        ("unchunked", first.unchunked, 0, "the prompt row C=0 S=22"),
+    for kind, request, step, row, clause in (
+        ("chunked", first.chunked, 1, "the prompt row C=7 S=7", "R9"),
+        ("chunked", first.chunked, 3, "the one-token tail", "T2"),
+        ("unchunked", first.unchunked, 0, "the prompt row C=0 S=22", "R9"),
     ):
         for change, fault in (
-            ({"unchanged": False}, f"the embedding of {row} did not reach the forward pass unchanged"),
+            ({"unchanged": False}, f"the embedding of {row} did not reach the forward pass unchanged ({clause})"),
             ({"seen_by_mtp": True}, f"MTP was given {row} (T2)"),
         ):
             rows = [replace(each, **change) if each is request.rows[step] else each for each in request.rows]
@@ -230,7 +230,7 @@ def test_a_prompt_row_that_a_runner_alters_is_seen(model: Path, spoken: Report, 
     (run,) = talker_runs(model, [case], PYTHONPATH=path)
     rows = [observe.Row(**row) for row in run["ranks"][0]]
     altered = replace(first, chunked=observe.by_request(rows, [first.chunked.prompt_len])[0])
-    fault = "the embedding of the prompt row C=7 S=7 did not reach the forward pass unchanged"
+    fault = "the embedding of the prompt row C=7 S=7 did not reach the forward pass unchanged (R9)"
     assert f"chunked, step 1: {fault}" in list(altered.faults())
 
 
@@ -368,6 +368,7 @@ def _refusals(model: Path, folder: Path) -> list[tuple[Options, str]]:
         (replace(good, output=file), f"--output {file}: File exists"),
         (replace(good, output=file / "below"), f"--output {file / 'below'}: Not a directory"),
         (replace(good, output=foreign), "the report.json there is not of this command; it would be overwritten"),
+        (replace(good, model=folder / ("x" * 300)), ": File name too long"),
         (replace(good, model=file), "it is a file, not a folder"),
         (replace(good, model=folder / "no-json"), "config.json cannot be read: Expecting property name"),
         (replace(good, model=folder / "no-text"), "config.json cannot be read: [Errno 21] Is a directory"),
