@@ -44,6 +44,10 @@ SCENARIOS = (
 CHUNK_CLAUSES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7", "M8", "R2", "R9", "T1", "T2", "T3", "T4", "T5", "T6", "T7")
 """What a chunked prompt needs of a runner; the other clauses are about stored results and odd hooks."""
 _TIMEOUT = 300
+_WHY_UNSAFE = {
+    "decides by span": "it tells prefill from decode by its span",
+    "breaks the contract": "it does not take the rows that the runner schedules",
+}
 _SAFE, _UNSAFE, _UNKNOWN = "safe", "unsafe", "cannot tell"
 _CHUNKS_OFF = "enable_chunked_prefill: false"
 
@@ -101,6 +105,8 @@ class Report:
         if self.model:
             for found in self.model["looks"]:
                 yield "model", f"{found['cls']} {found['verdict']}: {found['reason']} of {found['file']}"
+            if any(found["findings"] for found in self.model["looks"]):
+                yield "  in detail", f"omni-npu-phase lint {' '.join(sorted({f['file'] for f in self.model['looks']}))}"
         yield "runner", self.runner_verdict
         yield "model", self.model_verdict if self.model else "not judged; give --model"
         for advice in self.change or ["nothing"]:
@@ -193,7 +199,7 @@ def _judge_model(model: str) -> dict[str, Any]:
     # Without a hook it is safe if it is a model at all.
     unjudged = any(each.verdict == "has no hook" and not each.registered for each in looks)
     unknown = unjudged or "cannot tell" in verdicts
-    verdict = _UNSAFE if "decides by span" in verdicts else _UNKNOWN if unknown else _SAFE
+    verdict = _UNSAFE if verdicts & _WHY_UNSAFE.keys() else _UNKNOWN if unknown else _SAFE
     return {"asked": model, "verdict": verdict, "looks": [asdict(each) for each in looks]}
 
 
@@ -209,12 +215,13 @@ def _advice(report: Report) -> Iterator[str]:
         yield f"{_CHUNKS_OFF} for every stage whose model has a preprocess hook{', until then' if helped else ''}"
     if report.model is None:
         return
-    names = [found["cls"] for found in report.model["looks"] if found["verdict"] == "decides by span"]
-    if names:
-        yield (
-            f"{_CHUNKS_OFF} for the stage of {', '.join(names)}, and a token budget that holds its longest prompt: it "
-            "tells prefill from decode by its span, which no runner can make right"
-        )
+    for verdict, why in _WHY_UNSAFE.items():
+        names = [found["cls"] for found in report.model["looks"] if found["verdict"] == verdict]
+        if names:
+            yield (
+                f"{_CHUNKS_OFF} for the stage of {', '.join(names)}, and a token budget that holds its longest prompt: "
+                f"{why}, which no runner can make right"
+            )
     if report.model_verdict == _UNKNOWN:
         yield f"read the hooks named above by docs/contract.md; until it is clear, {_CHUNKS_OFF} for that stage"
 

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a hook: the model's own functions are followed, Python's and tensors' are known by name."""
+
+from __future__ import annotations
+
+import ast
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from omni_npu_phase import contract
+from omni_npu_phase.lint import operations
+from omni_npu_phase.lint.expressions import Expressions, Frame, copied
+from omni_npu_phase.lint.source import Model
+from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, derived, joined
+
+Flow = Literal["next", "return", "raise", "loop"]
+"""How it goes on after a statement."""
+
+_DEPTH = 8
+_STATEMENTS = 20_000
+"""Beyond these, calls are not followed any further."""
+_TYPES: Mapping[str, type] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "dict": dict,
+    "list": list,
+    "tuple": tuple,
+}
+
+
+class Calls(Expressions):
+    """Expressions with the calls among them."""
+
+    @abstractmethod
+    def _block(self, statements: Sequence[ast.stmt], frame: Frame) -> Flow:
+        """Walk statements in order."""
+
+    def _eval_call(self, node: ast.Call, frame: Frame) -> Value:
+        place = Place(frame.source, node)
+        holder = None
+        if isinstance(node.func, ast.Attribute):
+            if self._is_super(node.func.value):
+                found = self.model.method(node.func.attr, after=frame.owner)
+                function = self._bound(found, self.this) if found is not None else Value()
+            else:
+                holder = self._eval(node.func.value, frame)
+                function = self._attribute(holder, node.func.attr, frame) if holder.shape is None else Value()
+        else:
+            function = self._eval(node.func, frame)
+        given, named, unpacked = self._arguments(node, frame)
+        if function.callee is not None:
+            return self._call(function.callee, given, named, unpacked, (*frame.chain, id(node)))
+        if function.made_by is not None:
+            return self._made(function.made_by, given, named, unpacked, frame, node)
+        if isinstance(node.func, ast.Name):
+            built_in = self._builtin(node.func.id, given, named, frame, place)
+            if built_in is not None:
+                return built_in
+        if isinstance(node.func, ast.Attribute) and holder is not None:
+            known = self._method(node.func.attr, holder, given, named, frame, place)
+            if known is not None:
+                return known
+            base = [] if holder.module else [holder]
+            return derived([*base, *given, *named.values(), *([unpacked] if unpacked else [])])
+        return derived([*given, *named.values(), *([unpacked] if unpacked else [])])
+
+    @staticmethod
+    def _is_super(node: ast.expr) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+    def _arguments(self, node: ast.Call, frame: Frame) -> tuple[list[Value], dict[str, Value], Value | None]:
+        given: list[Value] = []
+        for each in node.args:
+            value = self._eval(each.value if isinstance(each, ast.Starred) else each, frame)
+            if isinstance(each, ast.Starred) and value.elements is not None:
+                given += value.elements
+            else:
+                given.append(value)
+        named: dict[str, Value] = {}
+        unpacked: Value | None = None
+        for keyword in node.keywords:
+            value = self._eval(keyword.value, frame)
+            if keyword.arg is not None:
+                named[keyword.arg] = value
+            elif value.keywords or value.items is None:
+                unpacked = value
+            else:
+                named.update(value.items)
+        return given, named, unpacked
+
+    def _call(
+        self,
+        callee: Callee,
+        given: Sequence[Value],
+        named: Mapping[str, Value],
+        unpacked: Value | None,
+        chain: tuple[int, ...],
+        top: bool = False,
+    ) -> Value:
+        everything = [*given, *named.values(), *([unpacked] if unpacked else [])]
+        too_deep = len(self.stack) >= _DEPTH or callee.node in self.stack or self.statements > _STATEMENTS
+        if too_deep and not top:
+            return derived(everything)
+        scope = callee.scope if isinstance(callee.scope, Frame) else None
+        frame = Frame(callee.source, callee.owner, callee.node, chain, scope=scope)
+        self._bind(callee, list(given), dict(named), unpacked, frame)
+        if top:
+            self.top = frame
+        unsure = self.unsure
+        self.stack.append(callee.node)
+        try:
+            if isinstance(callee.node, ast.Lambda):
+                return self._eval(callee.node.body, frame)
+            flow = self._block(callee.node.body, frame)
+        finally:
+            self.stack.pop()
+            self.unsure = unsure
+        if flow == "raise" and not frame.returned:
+            raise operations.BrokenError
+        returned = frame.returned or [Value(const=None)]
+        result = returned[0]
+        for value in returned[1:]:
+            result = joined(result, value)
+        return result
+
+    def _bind(
+        self, callee: Callee, given: list[Value], named: dict[str, Value], unpacked: Value | None, frame: Frame
+    ) -> None:
+        arguments = callee.node.args
+        if callee.bound is not None:
+            given.insert(0, callee.bound)
+        positional = [*arguments.posonlyargs, *arguments.args]
+        defaults: dict[str, ast.expr] = {}
+        first = len(positional) - len(arguments.defaults)
+        defaults.update(
+            {each.arg: default for each, default in zip(positional[first:], arguments.defaults, strict=True)}
+        )
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            if default is not None:
+                defaults[each.arg] = default
+        for each in positional:
+            if given:
+                frame.env[each.arg] = given.pop(0)
+        if arguments.vararg is not None:
+            frame.env[arguments.vararg.arg] = Value(elements=given)
+        outer = Frame(callee.source, callee.owner, callee.node, ())
+        for each in (*positional, *arguments.kwonlyargs):
+            name = each.arg
+            if name in frame.env:
+                continue
+            if name in named:
+                frame.env[name] = named.pop(name)
+            elif unpacked is not None and name in contract.FIELDS:
+                instead = self._eval(defaults[name], outer) if name in defaults else None
+                frame.env[name] = self._field(name, instead, frame, Place(callee.source, each))
+            elif unpacked is not None and unpacked.keywords:
+                frame.env[name] = self._child(unpacked, name)
+            elif name in defaults:
+                frame.env[name] = self._eval(defaults[name], outer)
+            else:
+                frame.env[name] = Value() if unpacked is None else derived([unpacked])
+        if arguments.kwarg is not None:
+            rest = unpacked or Value(items={})
+            if named:
+                rest = copied(rest)
+                rest.items = {**(rest.items or {}), **named}
+            frame.env[arguments.kwarg.arg] = rest
+
+    def _made(
+        self,
+        model: Model,
+        given: Sequence[Value],
+        named: Mapping[str, Value],
+        unpacked: Value | None,
+        frame: Frame,
+        node: ast.Call,
+    ) -> Value:
+        """An object of a class of the package; a dataclass keeps its arguments by name."""
+        made = Value(instance=model, items={})
+        assert made.items is not None
+        init = model.method("__init__")
+        if init is not None:
+            callee = Callee(init.source, init.node, init.cls, made)
+            self._call(callee, given, named, unpacked, (*frame.chain, id(node)))
+            return made
+        names = [
+            each.target.id
+            for _, cls in model.lineage[::-1]
+            for each in cls.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        ]
+        made.items.update(dict(zip(names, given, strict=False)))
+        made.items.update(named)
+        return made
+
+    def _builtin(
+        self, name: str, given: Sequence[Value], named: Mapping[str, Value], frame: Frame, place: Place
+    ) -> Value | None:
+        if not given:
+            return Value(items=dict(named)) if name == "dict" else None
+        first = given[0]
+        if name == "len":
+            return operations.length(first)
+        if name in ("int", "bool", "float", "abs", "min", "max", "sum", "any", "all", "round"):
+            return operations.number(name, given)
+        if name == "isinstance" and len(given) == 2:
+            return self._is_instance(first, place, frame)
+        if name in ("getattr", "hasattr") and len(given) >= 2:
+            key = given[1].const
+            if not isinstance(key, str):
+                return Value()
+            if name == "getattr":
+                return self._attribute(first, key, frame)
+            return Value(const=True) if first.items is not None and key in first.items else Value()
+        if name == "setattr" and len(given) == 3 and isinstance(given[1].const, str):
+            self._store(first, given[1].const, given[2], Place(place.source, _loaded_attribute(place.node)), frame)
+            return Value(const=None)
+        if name == "dict":
+            if first.keywords or first.items is not None:
+                made = copied(first)
+                made.items = dict(first.items or {})
+                made.live = False
+                self._update(made, [], named, place, frame)
+                return made
+            return None
+        if name in ("list", "tuple", "reversed", "sorted"):
+            return copied(first) if name in ("list", "tuple") else derived(given)
+        if name == "enumerate" or name == "zip":
+            inner = [each.each or derived([each]) for each in given]
+            parts = [Value(), *inner] if name == "enumerate" else inner
+            return Value(each=Value(elements=parts))
+        return None
+
+    def _is_instance(self, value: Value, place: Place, frame: Frame) -> Value:
+        call = place.node
+        assert isinstance(call, ast.Call)
+        kind = call.args[1]
+        written = [ast.unparse(each) for each in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
+        known = [_TYPES[name] for name in written if name in _TYPES]
+        result = Value()
+        if value.const is not UNKNOWN:
+            if value.const is None or len(known) == len(written):
+                result.const = isinstance(value.const, tuple(known))
+            elif isinstance(value.const, tuple(known)):
+                result.const = True
+        else:
+            kinds = ("Tensor",) if value.shape is not None else ("dict", "Mapping") if value.keywords else ()
+            if any(name.endswith(kinds) for name in written if kinds):
+                result.const = True
+        return result
+
+    def _method(
+        self,
+        name: str,
+        holder: Value,
+        given: Sequence[Value],
+        named: Mapping[str, Value],
+        frame: Frame,
+        place: Place,
+    ) -> Value | None:
+        if name in ("get", "pop", "setdefault", "__getitem__") and given:
+            key = given[0]
+            if name == "pop":
+                self._removed(holder, key, place.node, frame)
+            default: Value | None = Value(const=None) if name in ("get", "setdefault") else None
+            default = named.get("default", given[1] if len(given) > 1 else default)
+            if name == "setdefault" and isinstance(key.const, str) and default is not None:
+                known = holder.items is not None and key.const in holder.items
+                if not holder.keywords and not holder.state and not known:
+                    self._store(holder, key.const, default, place, frame)
+            return self._key(holder, key, default, frame, place)
+        if name == "update":
+            self._update(holder, given, named, place, frame)
+            return Value(const=None)
+        if name == "copy" and not given:
+            made = copied(holder)
+            if holder.items is not None:
+                made.items = dict(holder.items)
+            made.live = False
+            return made
+        if name in ("items", "values", "keys") and not given:
+            if holder.keywords:
+                return Value(keywords=True, state=True, items=holder.items)
+            return Value(each=Value(elements=[Value(), holder.each])) if holder.each and name == "items" else holder
+        if name in ("size", "numel", "nelement", "__len__", "dim"):
+            return operations.size(name, holder, given)
+        if name in operations.SAME_ROWS and (holder.shape is not None or name != "item"):
+            made = derived([holder])
+            made.shape, made.checked, made.begun = holder.shape, holder.checked, holder.begun
+            made.elements = holder.elements
+            return made
+        if name in ("reshape", "view", "flatten", "unsqueeze", "squeeze", "expand"):
+            return operations.reshaped(name, holder, given)
+        if name == "narrow" and len(given) == 3:
+            return self._narrow(holder, given[1], given[2], place, frame)
+        if name == "narrow" and len(given) == 4:
+            return self._narrow(given[0], given[2], given[3], place, frame)
+        if name == "arange" and len(given) >= 2:
+            self._sliced(given[0], given[1], place, frame)
+        return None
+
+    def _narrow(self, holder: Value, start: Value, length: Value, place: Place, frame: Frame) -> Value:
+        if start.keys and length.span:
+            self._event("slice", place, frame, start, start.keys)
+        return derived([holder, length])
+
+
+def _loaded_attribute(call: ast.AST) -> ast.AST:
+    """``setattr(self, name, value)`` stores an attribute, not a key."""
+    return call.args[0] if isinstance(call, ast.Call) else call

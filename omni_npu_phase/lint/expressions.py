@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a hook's expressions are for one row, and what it keeps under which names."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omni_npu_phase import contract
+from omni_npu_phase.lint import operations
+from omni_npu_phase.lint.effects import touches
+from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError
+from omni_npu_phase.lint.trace import Event, Row, Test, Trace
+from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, concrete, derived, joined, truth
+
+
+@dataclass(slots=True)
+class Frame:
+    """A function that is being walked."""
+
+    source: Source
+    owner: ast.ClassDef | None
+    node: ast.AST
+    chain: tuple[int, ...]
+    env: dict[str, Value] = field(default_factory=dict)
+    scope: Frame | None = None
+    returned: list[Value] = field(default_factory=list)
+    lengths: list[Value] = field(default_factory=list)
+    """Lengths that were compared in a test whose one side returned."""
+
+
+class Expressions(ABC):
+    """The expressions of a hook, for one row. ``fields``: whether the runner passes the three fields."""
+
+    def __init__(self, model: Model, row: Row, fields: bool, trace: Trace) -> None:
+        self.row = row
+        self.fields = fields
+        self.trace = trace
+        self.this = Value(instance=model, items={}, module=True)
+        self.model = model
+        self.top: Frame | None = None
+        self.unsure = 0
+        self.statements = 0
+        self.asked = 0
+        self.stack: list[ast.AST] = []
+
+    @abstractmethod
+    def _call(
+        self,
+        callee: Callee,
+        given: Sequence[Value],
+        named: Mapping[str, Value],
+        unpacked: Value | None,
+        chain: tuple[int, ...],
+    ) -> Value:
+        """Follow a call."""
+
+    def _tested(
+        self, node: ast.AST, test: Value, outcome: bool | None, frame: Frame, touches: tuple[bool, bool]
+    ) -> None:
+        if not any(touches):
+            return
+        key = (self.fields, *frame.chain, id(node))
+        place = test.test or Place(frame.source, getattr(node, "test", node))
+        seen = self.trace.tests.setdefault(key, Test(place, touches))
+        if test.test is not None:
+            seen.place = place
+        name = self.row.name
+        seen.outcomes[name] = outcome if seen.outcomes.get(name, outcome) == outcome else None
+
+    def _event(
+        self,
+        kind: str,
+        place: Place | None,
+        frame: Frame,
+        value: Value,
+        keys: frozenset[str] = frozenset(),
+    ) -> None:
+        where = place or Place(frame.source, frame.node)
+        self.trace.events.append(Event(kind, where, self.row, not self.unsure, value, keys))
+
+    def _removed(self, holder: Value, key: Value, node: ast.AST, frame: Frame) -> None:
+        if holder.live and key.const in contract.FIELDS:
+            self._event("runner-field", Place(frame.source, node), frame, Value(const=key.const))
+
+    def _sliced(self, lower: Value, upper: Value, place: Place, frame: Frame) -> None:
+        counters = lower.keys & upper.keys if lower.keys else frozenset()
+        if counters and upper.span:
+            self._event("slice", place, frame, lower, counters)
+
+    def _assign(self, target: ast.expr, value: Value, frame: Frame) -> None:
+        if isinstance(target, ast.Name):
+            frame.env[target.id] = value
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            known = value.elements
+            if known is not None and len(known) == len(target.elts):
+                for each, part in zip(target.elts, known, strict=True):
+                    self._assign(each, part, frame)
+            else:
+                for each in target.elts:
+                    self._assign(each, value.each or derived([value]), frame)
+        elif isinstance(target, ast.Starred):
+            self._assign(target.value, value, frame)
+        elif isinstance(target, ast.Subscript):
+            holder = self._eval(target.value, frame)
+            key = self._eval(target.slice, frame)
+            if isinstance(key.const, str):
+                self._store(holder, key.const, value, Place(frame.source, target), frame)
+            elif holder.module or holder.state:
+                self._kept(holder.keys, value)
+        elif isinstance(target, ast.Attribute):
+            self._store(self._eval(target.value, frame), target.attr, value, Place(frame.source, target), frame)
+
+    def _store(self, holder: Value, key: str, value: Value, place: Place, frame: Frame) -> None:
+        if key in contract.FIELDS and isinstance(place.node, (ast.Subscript, ast.Call, ast.AugAssign, ast.Dict)):
+            self._event("runner-field", place, frame, Value(const=key))
+        self._kept(frozenset({key}), value)
+        self._keyed(key, value, place, frame)
+        if holder.items is None:
+            holder.items = {}
+        if self.unsure and (holder.state or holder.instance is not None):
+            value = joined(holder.items.get(key, Value(state=True, keys=frozenset({key}))), value)
+        holder.items[key] = value
+        holder.key_places[key] = place
+
+    def _keyed(self, key: str, value: Value, place: Place, frame: Frame) -> None:
+        if key in value.rest_of:
+            self._event("consumed", place, frame, value, frozenset({key}))
+        if key == contract.MTP_INPUTS and value.const is not None:
+            self._event("mtp", place, frame, value)
+
+    def _kept(self, keys: frozenset[str], value: Value) -> None:
+        if value.span:
+            self.trace.advanced |= keys
+
+    def _update(
+        self, holder: Value, given: Sequence[Value], named: Mapping[str, Value], place: Place, frame: Frame
+    ) -> None:
+        for each in given:
+            for key, value in (each.items or {}).items() if not each.keywords else ():
+                self._store(holder, key, value, each.key_places.get(key, place), frame)
+                if key in contract.FIELDS:
+                    self._event("runner-field", place, frame, Value(const=key))
+        for key, value in named.items():
+            self._store(holder, key, value, place, frame)
+
+    def _eval(self, node: ast.expr, frame: Frame) -> Value:
+        method: Callable[[Any, Frame], Value] | None = getattr(self, f"_eval_{type(node).__name__.lower()}", None)
+        if method is not None:
+            return method(node, frame)
+        inner = [self._eval(each, frame) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+        return derived(inner)
+
+    def _eval_constant(self, node: ast.Constant, frame: Frame) -> Value:
+        return Value(const=node.value)
+
+    def _eval_name(self, node: ast.Name, frame: Frame) -> Value:
+        scope: Frame | None = frame
+        while scope is not None:
+            if node.id in scope.env:
+                return scope.env[node.id]
+            scope = scope.scope
+        return self._global(frame.source, node.id)
+
+    def _global(self, source: Source, name: str) -> Value:
+        if name in source.functions:
+            return Value(callee=Callee(source, source.functions[name]))
+        if name in source.classes:
+            return Value(made_by=Model.of(source, name))
+        if name in source.constants:
+            try:
+                return Value(const=ast.literal_eval(source.constants[name]))
+            except (ValueError, SyntaxError):
+                return self._eval_folded(source, name)
+        if name in source.imported:
+            module, inner = source.imported[name]
+            own = {"IS_PREFILL": contract.IS_PREFILL, "NUM_COMPUTED": contract.NUM_COMPUTED}
+            own |= {"PROMPT_LEN": contract.PROMPT_LEN, "MTP_INPUTS": contract.MTP_INPUTS}
+            if module == contract.__name__ and inner in own:
+                return Value(const=own[inner])
+            if self._near(source, module):
+                try:
+                    there = source.found(name)
+                except (UnreadableError, RecursionError):
+                    there = None
+                if there is not None:
+                    return self._global(*there)
+        return Value()
+
+    def _eval_folded(self, source: Source, name: str) -> Value:
+        """A constant that is written as an expression, of strings put together for example."""
+        written = source.constants[name]
+        if any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(written)):
+            return Value()
+        if isinstance(written, (ast.BinOp, ast.Lambda, ast.Name)):
+            return self._eval(written, Frame(source, None, written, ()))
+        return Value()
+
+    @staticmethod
+    def _near(source: Source, module: str) -> bool:
+        """Whether a module belongs to the package that the file is in."""
+        return module.startswith(".") or module.partition(".")[0] in {parent.name for parent in source.path.parents}
+
+    def _eval_tuple(self, node: ast.Tuple | ast.List, frame: Frame) -> Value:
+        if any(isinstance(each, ast.Starred) for each in node.elts):
+            return derived(self._eval(each, frame) for each in node.elts)
+        return Value(elements=[self._eval(each, frame) for each in node.elts], place=Place(frame.source, node))
+
+    _eval_list = _eval_tuple
+
+    def _eval_dict(self, node: ast.Dict, frame: Frame) -> Value:
+        made = Value(items={}, place=Place(frame.source, node))
+        assert made.items is not None
+        for key, inner in zip(node.keys, node.values, strict=True):
+            value = self._eval(inner, frame)
+            if key is None:
+                if value.keywords:
+                    made.keywords, made.state, made.items = True, True, {**(value.items or {}), **made.items}
+                else:
+                    made.items.update(value.items or {})
+                    made.key_places.update(value.key_places)
+                continue
+            name = self._eval(key, frame).const
+            if not isinstance(name, str):
+                made.items[repr(name)] = value
+                continue
+            place = Place(frame.source, key)
+            self._kept(frozenset({name}), value)
+            self._keyed(name, value, place, frame)
+            if name in contract.FIELDS:
+                self._event("field-key", place, frame, Value(const=name))
+            if made.keywords and name in contract.FIELDS:
+                self._event("runner-field", place, frame, Value(const=name))
+            made.items[name] = value
+            made.key_places[name] = place
+        return made
+
+    def _eval_dictcomp(self, node: ast.DictComp, frame: Frame) -> Value:
+        over = self._eval(node.generators[0].iter, frame)
+        if over.keywords:
+            return Value(keywords=True, state=True, items=over.items)
+        return derived([over])
+
+    def _eval_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, frame: Frame) -> Value:
+        saved = dict(frame.env)
+        over = [self._eval(each.iter, frame) for each in node.generators]
+        for each, values in zip(node.generators, over, strict=True):
+            self._assign(each.target, values.each or derived([values]), frame)
+        inner = self._eval(node.elt, frame)
+        frame.env = saved
+        return derived([*over, inner])
+
+    _eval_setcomp = _eval_generatorexp = _eval_listcomp
+
+    def _eval_lambda(self, node: ast.Lambda, frame: Frame) -> Value:
+        return Value(callee=Callee(frame.source, node, frame.owner, None, frame))
+
+    def _eval_namedexpr(self, node: ast.NamedExpr, frame: Frame) -> Value:
+        value = self._eval(node.value, frame)
+        self._assign(node.target, value, frame)
+        return value
+
+    def _eval_await(self, node: ast.Await, frame: Frame) -> Value:
+        return self._eval(node.value, frame)
+
+    def _eval_ifexp(self, node: ast.IfExp, frame: Frame) -> Value:
+        test = self._eval(node.test, frame)
+        outcome = truth(test)
+        self._tested(node, test, outcome, frame, (touches([node.orelse]), touches([node.body])))
+        if outcome is not None:
+            value = self._eval(node.body if outcome else node.orelse, frame)
+        else:
+            self.unsure += 1
+            value = joined(self._eval(node.body, frame), self._eval(node.orelse, frame))
+            self.unsure -= 1
+        if test.span and value.test is None and not value.alternatives:
+            value = copied(value)
+            value.span, value.test = True, test.test
+        return value
+
+    def _eval_boolop(self, node: ast.BoolOp, frame: Frame) -> Value:
+        """Python's own, with a third outcome: what is not known decides nothing, a later operand may."""
+        values: list[Value] = []
+        stops = isinstance(node.op, ast.Or)
+        for each in node.values:
+            value = self._eval(each, frame)
+            outcome = truth(value)
+            values.append(value)
+            if outcome is stops:
+                break
+        outcomes = [truth(value) for value in values]
+        if outcomes[-1] is stops:
+            if None not in outcomes:
+                return self._tagged(values[-1], values)
+            return self._tagged(Value(const=stops), values)
+        open_ones = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is None]
+        if not open_ones:
+            return self._tagged(values[-1], values)
+        result = open_ones[0]
+        for value in open_ones[1:]:
+            result = joined(result, value)
+        if outcomes[-1] is not None and not any(value.items is not None or value.state for value in open_ones):
+            result = joined(result, values[-1])
+        return self._tagged(opened(result), values)
+
+    @staticmethod
+    def _tagged(value: Value, parts: Sequence[Value]) -> Value:
+        made = derived(parts)
+        if not made.span or (value.span and value.test is not None):
+            return value
+        value = copied(value)
+        value.span, value.test = True, value.test or made.test
+        return value
+
+    def _eval_unaryop(self, node: ast.UnaryOp, frame: Frame) -> Value:
+        value = self._eval(node.operand, frame)
+        result = derived([value])
+        if isinstance(node.op, ast.Not):
+            outcome = truth(value)
+            result.const = UNKNOWN if outcome is None else not outcome
+        elif isinstance(value.const, (int, float)):
+            signs: Mapping[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Invert: operator.invert}
+            result.const = signs.get(type(node.op), operator.pos)(value.const)
+        return result
+
+    def _eval_binop(self, node: ast.BinOp, frame: Frame) -> Value:
+        left, right = self._eval(node.left, frame), self._eval(node.right, frame)
+        if isinstance(node.op, ast.BitOr) and (left.items is not None or right.items is not None):
+            made = Value(items={**(left.items or {}), **(right.items or {})}, place=Place(frame.source, node))
+            made.keywords = left.keywords or right.keywords
+            made.state = made.keywords
+            made.key_places = {**left.key_places, **right.key_places}
+            if made.keywords:
+                self._update(made, [right] if left.keywords else [left], {}, Place(frame.source, node), frame)
+            return made
+        return operations.binary(node.op, left, right)
+
+    def _eval_compare(self, node: ast.Compare, frame: Frame) -> Value:
+        sides = [self._eval(each, frame) for each in (node.left, *node.comparators)]
+        outcomes = [
+            self._compared(op, left, right) for op, left, right in zip(node.ops, sides, sides[1:], strict=False)
+        ]
+        result = derived(sides)
+        if False in outcomes:
+            result.const = False
+        elif None not in outcomes:
+            result.const = True
+        if result.span and result.test is None:
+            result.test = Place(frame.source, node)
+        if any(side.span for side in sides):
+            result.lengths += [side.length_of for side in sides if side.length_of is not None]
+        return result
+
+    def _compared(self, op: ast.cmpop, left: Value, right: Value) -> bool | None:
+        one, other = concrete(left), concrete(right)
+        if isinstance(op, (ast.In, ast.NotIn)):
+            if one in contract.FIELDS and other is UNKNOWN:
+                self.asked += 1
+                self.trace.asked = True
+                return self.fields is isinstance(op, ast.In)
+            if one is UNKNOWN or other is UNKNOWN:
+                return None
+        if isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)) and None in (one, other):
+            value = right if one is None else left
+            known = one if value is left else other
+            if known is UNKNOWN and not (value.shape or value.callee or value.elements is not None):
+                return None
+            same = known is None
+            return same if isinstance(op, (ast.Is, ast.Eq)) else not same
+        if one is UNKNOWN or other is UNKNOWN:
+            return None
+        try:
+            return bool(operations.COMPARISONS[type(op)](one, other))
+        except TypeError as error:
+            if None in (one, other):
+                raise operations.BrokenError from error
+            return None
+
+    def _eval_attribute(self, node: ast.Attribute, frame: Frame) -> Value:
+        return self._attribute(self._eval(node.value, frame), node.attr, frame)
+
+    def _attribute(self, holder: Value, name: str, frame: Frame) -> Value:
+        if name in ("device", "dtype", "ndim", "is_cuda"):
+            return Value()
+        if name == "shape":
+            if holder.shape is not None:
+                return Value(elements=holder.shape)
+            return Value(span=holder.span, each=Value(span=holder.span, length_of=holder))
+        if holder.items is not None and name in holder.items:
+            return holder.items[name]
+        model = holder.instance or holder.made_by
+        if model is not None:
+            found = model.method(name)
+            if found is not None:
+                return self._bound(found, holder)
+            for source, cls in model.lineage:
+                for each in cls.body:
+                    if isinstance(each, ast.Assign) and any(getattr(to, "id", None) == name for to in each.targets):
+                        return self._eval(each.value, Frame(source, cls, each, ()))
+            if holder is self.this:
+                return self._child(holder, name, module=True)
+            return derived([holder])
+        if holder.module:
+            return self._child(holder, name, module=True)
+        if holder.state and not holder.keywords:
+            return self._child(holder, name)
+        return derived([holder])
+
+    def _bound(self, method: Method, holder: Value) -> Value:
+        bound: Value | None = holder
+        if "staticmethod" in method.decorators:
+            bound = None
+        elif "classmethod" in method.decorators:
+            bound = Value(made_by=holder.instance or holder.made_by)
+        elif holder.made_by is not None:
+            bound = None
+        value = Value(callee=Callee(method.source, method.node, method.cls, bound))
+        if method.decorators & {"property", "cached_property"} and holder.instance is not None:
+            assert value.callee is not None
+            return self._call(value.callee, [], {}, None, ())
+        return value
+
+    @staticmethod
+    def _child(holder: Value, name: str, module: bool = False) -> Value:
+        if holder.items is None:
+            holder.items = {}
+        return holder.items.setdefault(name, Value(state=True, keys=frozenset({name}), module=module))
+
+    def _key(self, holder: Value, key: Value, default: Value | None, frame: Frame, place: Place) -> Value:
+        name = key.const
+        if name in contract.FIELDS and (holder.items is None or name not in holder.items):
+            return self._field(name, default, frame, place)
+        if isinstance(name, str):
+            if holder.items is not None and name in holder.items:
+                return holder.items[name]
+            if holder.state or holder.keywords:
+                return self._child(holder, name)
+            if holder.items is not None:
+                return default or Value()
+        if holder.items is not None and repr(name) in holder.items:
+            return holder.items[repr(name)]
+        if holder.each is not None:
+            return holder.each
+        return derived([holder])
+
+    def _field(self, name: str, default: Value | None, frame: Frame, place: Place) -> Value:
+        if default is not None and default.const not in (UNKNOWN, None) and not default.span:
+            self._event("field-default", place, frame, Value(const=name))
+        self.asked += 1
+        self.trace.asked = True
+        if self.fields:
+            self.trace.reads.add(name)
+            return Value(const=self.row.fields[name], read=name)
+        if default is None:
+            raise operations.BrokenError
+        return default
+
+    def _eval_subscript(self, node: ast.Subscript, frame: Frame) -> Value:
+        holder = self._eval(node.value, frame)
+        place = Place(frame.source, node)
+        if isinstance(node.slice, ast.Slice):
+            return self._slice(holder, node.slice, place, frame)
+        if isinstance(node.slice, ast.Tuple) and node.slice.elts and isinstance(node.slice.elts[0], ast.Slice):
+            return self._slice(holder, node.slice.elts[0], place, frame)
+        key = self._eval(node.slice, frame)
+        if isinstance(key.const, bool) and key.span:
+            self._tested(node, key, key.const, frame, (True, True))
+        if holder.elements is not None and isinstance(key.const, int) and -len(holder.elements) <= key.const:
+            if key.const < len(holder.elements):
+                return holder.elements[key.const]
+            return Value()
+        if isinstance(key.const, str) or holder.items is not None or holder.each is not None:
+            return self._key(holder, key, None, frame, place)
+        part = derived([holder, Value(span=key.span)])
+        part.part = holder.part or isinstance(key.const, int) or key.span
+        return part
+
+    def _slice(self, holder: Value, node: ast.Slice, place: Place, frame: Frame) -> Value:
+        lower = self._eval(node.lower, frame) if node.lower is not None else Value(const=0)
+        upper = self._eval(node.upper, frame) if node.upper is not None else None
+        if holder.elements is not None and upper is None and isinstance(lower.const, int):
+            return Value(elements=holder.elements[lower.const :])
+        if holder.elements is not None and upper is not None:
+            ends = (lower.const, upper.const)
+            if all(isinstance(end, int) for end in ends):
+                return Value(elements=holder.elements[slice(*ends)])
+        bounds = [lower] if upper is None else [lower, upper]
+        result = derived([Value(span=each.span) for each in bounds])
+        result.state, result.keys, result.part = holder.state, holder.keys, True
+        result.span = result.span or holder.span
+        if upper is None:
+            result.begun = lower.keys if not lower.span else frozenset()
+            if lower.span and not lower.keys:
+                result.rest_of = holder.keys
+        else:
+            self._sliced(lower, upper, place, frame)
+            if holder.begun and upper.span:
+                self._event("slice", place, frame, holder, holder.begun)
+        return result
+
+
+def copied(value: Value) -> Value:
+    return replace(value, key_places=dict(value.key_places))
+
+
+def opened(value: Value) -> Value:
+    """The same, its Python value unknown."""
+    if value.const is UNKNOWN:
+        return value
+    made = copied(value)
+    made.const = UNKNOWN
+    return made

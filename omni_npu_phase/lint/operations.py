@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Python's operators and numbers, and tensors' sizes, make of values."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omni_npu_phase.lint.values import UNKNOWN, Value, concrete, derived, truth
+
+
+class BrokenError(Exception):
+    """The walked code raises here: a field is missing, or a call does not fit."""
+
+
+_ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+    ast.BitXor: operator.xor,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+}
+COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda one, other: one in other,
+    ast.NotIn: lambda one, other: one not in other,
+}
+NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float,
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "any": any,
+    "all": all,
+    "round": round,
+}
+
+SAME_ROWS = frozenset(
+    {"to", "clone", "detach", "contiguous", "cpu", "cuda", "npu", "pin_memory", "requires_grad_", "type", "type_as"}
+    | {"long", "int", "float", "half", "bfloat16", "bool", "tolist", "numpy", "item"}
+)
+"""Methods of a tensor that keep its rows."""
+
+
+def binary(op: ast.operator, left: Value, right: Value) -> Value:
+    result = derived([left, right])
+    one, other = concrete(left), concrete(right)
+    if one is not UNKNOWN and other is not UNKNOWN and type(op) in _ARITHMETIC:
+        try:
+            result.const = _ARITHMETIC[type(op)](one, other)
+        except TypeError as error:
+            if None in (one, other):
+                raise BrokenError from error
+        except (ArithmeticError, ValueError):
+            pass
+    return result
+
+
+def length(value: Value) -> Value:
+    if value.shape:
+        return value.shape[0]
+    if value.elements is not None:
+        return Value(const=len(value.elements))
+    return Value(span=value.span, length_of=value)
+
+
+def number(name: str, given: Sequence[Value]) -> Value:
+    result = derived(given)
+    result.part = False
+    if len(given) == 1:
+        result.length_of, result.read = given[0].length_of, given[0].read
+    values = [concrete(each) for each in given]
+    if name == "bool" and len(given) == 1:
+        outcome = truth(given[0])
+        result.const = UNKNOWN if outcome is None else outcome
+    elif all(value is not UNKNOWN for value in values):
+        try:
+            result.const = NUMBERS[name](*values)
+        except TypeError as error:
+            if None in values:
+                raise BrokenError from error
+        except ValueError:
+            pass
+    return result
+
+
+def size(name: str, holder: Value, given: Sequence[Value]) -> Value:
+    if name == "dim":
+        return Value()
+    sizes = holder.shape
+    if sizes is not None:
+        if name == "size" and given:
+            at = given[0].const
+            return sizes[at] if isinstance(at, int) and -len(sizes) <= at < len(sizes) else Value()
+        if name == "size":
+            return Value(elements=sizes)
+        if name == "__len__":
+            return sizes[0]
+        known = [size.const for size in sizes]
+        if all(isinstance(size, int) for size in known):
+            total = 1
+            for size in known:
+                total *= size
+            return Value(const=total, span=True)
+        return Value()
+    return Value(span=holder.span, length_of=holder)
+
+
+def reshaped(name: str, holder: Value, given: Sequence[Value]) -> Value:
+    made = derived([holder, *given])
+    made.part = holder.part
+    sizes = [each.const for each in given]
+    known = holder.shape
+    if name in ("reshape", "view"):
+        made.part = made.part or (len(sizes) == 2 and sizes[0] == 1)
+    if known is None:
+        return made
+    flat = name == "flatten" or (name in ("reshape", "view") and sizes == [-1])
+    if flat and len(known) == 1:
+        made.shape = known
+    elif name == "unsqueeze" and sizes == [0]:
+        made.shape = [Value(const=1), *known]
+    elif name == "squeeze" and len(known) > 1 and known[0].const == 1:
+        made.shape = known[1:]
+    elif name in ("reshape", "view") and len(sizes) == 2 and sizes[0] == 1 and len(known) == 1:
+        made.shape = [Value(const=1), known[0]]
+    elif name in ("reshape", "view") and len(sizes) == 2 and sizes[1] == 1 and len(known) == 1:
+        made.shape = [known[0], Value(const=1)]
+    return made

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a walk knows of a value in a hook: its Python value where it is known, and what it is made of."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from omni_npu_phase.lint.source import Function, Model, Source
+
+UNKNOWN: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node of a file."""
+
+    source: Source
+    node: ast.AST
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return str(self.source.path), getattr(self.node, "lineno", 1), getattr(self.node, "col_offset", 0)
+
+    @property
+    def code(self) -> str:
+        text = " ".join(ast.unparse(self.node).split())
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """A function that can be followed, with what it is bound to."""
+
+    source: Source
+    node: Function
+    owner: ast.ClassDef | None = None
+    bound: Value | None = None
+    scope: Any = None
+    """The frame in which a nested function was defined."""
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One value. Facets that say nothing keep their defaults.
+
+    ``const``: the Python value; ``elements``: of a tuple or list; ``items``: by key or attribute; ``each``: what
+    iteration gives; ``shape``: sizes of a tensor's known leading dimensions.
+    """
+
+    const: Any = UNKNOWN
+    elements: list[Value] | None = None
+    items: dict[str, Value] | None = None
+    each: Value | None = None
+    shape: list[Value] | None = None
+    callee: Callee | None = None
+    instance: Model | None = None
+    """The class of an object whose methods can be followed."""
+    made_by: Model | None = None
+    """The class that this value is."""
+
+    span: bool = False
+    """Made from the step's tokens, or from their number."""
+    state: bool = False
+    """Made from what is kept for the request."""
+    keys: frozenset[str] = frozenset()
+    """The names under which that is kept."""
+    keywords: bool = False
+    """All the keywords that the runner passes to a hook."""
+    live: bool = False
+    """A dictionary of the runner itself, not a copy made for the call."""
+    module: bool = False
+    """An attribute of the model, perhaps a layer: calling it says nothing about the result."""
+    part: bool = False
+    """A slice, an entry or one row of something."""
+    checked: bool = False
+    """Its length is compared with the span, and the hook raises where they differ."""
+    read: str | None = None
+    """The field that this is."""
+    test: Place | None = None
+    """Where the span was compared to make this."""
+    place: Place | None = None
+    key_places: dict[str, Place] = field(default_factory=dict)
+    length_of: Value | None = None
+    lengths: list[Value] = field(default_factory=list)
+    """Whose lengths were compared with the span to make this."""
+    begun: frozenset[str] = frozenset()
+    """A slice without an end, begun at counters of these names."""
+    rest_of: frozenset[str] = frozenset()
+    """What is left of the value kept under these names when the span is cut off its front."""
+    alternatives: list[Value] = field(default_factory=list)
+
+
+def concrete(value: Value) -> Any:
+    """The Python value, also of a tuple of known values; :data:`UNKNOWN` otherwise."""
+    if value.const is not UNKNOWN:
+        return value.const
+    if value.elements is not None:
+        parts = [concrete(each) for each in value.elements]
+        if all(part is not UNKNOWN for part in parts):
+            return tuple(parts)
+    return UNKNOWN
+
+
+def truth(value: Value) -> bool | None:
+    """Whether a test takes the value as true; None where that is not known."""
+    known = concrete(value)
+    if known is not UNKNOWN:
+        return bool(known)
+    if value.elements is not None:
+        return bool(value.elements)
+    if value.callee is not None or value.made_by is not None or value.instance is not None:
+        return True
+    return None
+
+
+def derived(values: Iterable[Value]) -> Value:
+    """Something unknown that is made from these."""
+    parts = list(_flat(values))
+    kept = [part for part in parts if part.state]
+    return Value(
+        span=any(part.span for part in parts),
+        state=bool(kept),
+        keys=frozenset().union(*(part.keys for part in parts)),
+        part=bool(kept) and all(part.part for part in kept),
+        test=next((part.test for part in parts if part.test is not None), None),
+        lengths=_once(length for part in parts for length in part.lengths),
+    )
+
+
+def _flat(values: Iterable[Value], depth: int = 0) -> Iterable[Value]:
+    for value in values:
+        yield value
+        if depth < 3:
+            if value.elements is not None:
+                yield from _flat(value.elements, depth + 1)
+            elif value.items is not None and not value.keywords and not value.state:
+                yield from _flat(value.items.values(), depth + 1)
+
+
+def joined(one: Value, other: Value) -> Value:
+    """Either of two values."""
+    if one is other:
+        return one
+    same = one.const is not UNKNOWN and type(one.const) is type(other.const) and one.const == other.const
+    elements = None
+    if one.elements is not None and other.elements is not None and len(one.elements) == len(other.elements):
+        elements = [joined(left, right) for left, right in zip(one.elements, other.elements, strict=True)]
+    items = one.items if one.items is other.items else None
+    if items is None and (one.items or other.items):
+        items = {**(one.items or {}), **(other.items or {})}
+    shape = one.shape
+    if shape is not None:
+        known = other.shape is not None and [concrete(size) for size in shape] == [concrete(s) for s in other.shape]
+        shape = shape if known else None
+    kept = [value for value in (one, other) if value.state]
+    return Value(
+        const=one.const if same else UNKNOWN,
+        elements=elements,
+        items=items,
+        each=one.each or other.each,
+        shape=shape,
+        callee=one.callee if one.callee == other.callee else None,
+        instance=one.instance if one.instance is other.instance else None,
+        made_by=one.made_by if one.made_by is other.made_by else None,
+        span=one.span or other.span,
+        state=bool(kept),
+        keys=one.keys | other.keys,
+        keywords=one.keywords and other.keywords,
+        live=one.live or other.live,
+        module=one.module and other.module,
+        part=bool(kept) and all(value.part for value in kept),
+        checked=bool(kept) and all(value.checked for value in kept),
+        read=one.read or other.read,
+        test=one.test or other.test,
+        place=one.place or other.place,
+        key_places={**one.key_places, **other.key_places},
+        lengths=_once([*one.lengths, *other.lengths]),
+        begun=one.begun | other.begun,
+        rest_of=one.rest_of | other.rest_of,
+        alternatives=_once(
+            each for value in (one, other) for each in value.alternatives or [value] if each.elements is not None
+        ),
+    )
+
+
+def _once(values: Iterable[Value]) -> list[Value]:
+    """Each value once; they are told apart by identity."""
+    return list({id(value): value for value in values}.values())
