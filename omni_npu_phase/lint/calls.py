@@ -10,6 +10,7 @@ from typing import Literal
 
 from omni_npu_phase import contract
 from omni_npu_phase.lint import operations
+from omni_npu_phase.lint.effects import is_logger
 from omni_npu_phase.lint.expressions import Expressions, Frame, copied
 from omni_npu_phase.lint.source import Model
 from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, derived, joined
@@ -63,8 +64,13 @@ class Calls(Expressions):
             known = self._method(node.func.attr, holder, given, named, frame, place)
             if known is not None:
                 return known
+            if is_logger(node.func):
+                return Value()
+            self._escaped([*given, *named.values()], frame)
             base = [] if holder.module else [holder]
             return derived([*base, *given, *named.values(), *([unpacked] if unpacked else [])])
+        if not is_logger(node.func):
+            self._escaped([*given, *named.values()], frame)
         return derived([*given, *named.values(), *([unpacked] if unpacked else [])])
 
     @staticmethod

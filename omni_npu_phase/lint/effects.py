@@ -22,7 +22,7 @@ def touches(nodes: Sequence[ast.AST]) -> bool:
 def _touching(node: ast.AST) -> bool:
     if isinstance(node, (ast.Raise, ast.Assert, ast.Pass)):
         return False
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _root(node.value.func) in _LOGGERS:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and is_logger(node.value.func):
         return False
     if isinstance(node, (ast.Return, ast.Yield)):
         return True
@@ -37,6 +37,11 @@ def _touching(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
         return True
     return any(_touching(child) for child in ast.iter_child_nodes(node))
+
+
+def is_logger(function: ast.AST) -> bool:
+    """Whether a call only says something."""
+    return _root(function) in _LOGGERS
 
 
 def _root(node: ast.AST) -> str:

@@ -72,6 +72,17 @@ class Expressions(ABC):
         name = self.row.name
         seen.outcomes[name] = outcome if seen.outcomes.get(name, outcome) == outcome else None
 
+    def _escaped(self, values: Sequence[Value], frame: Frame) -> None:
+        """A phase that goes where it is not followed decides there."""
+        for value in values:
+            if isinstance(value.const, bool) and (value.read is not None or value.test is not None):
+                place = value.test or Place(frame.source, frame.node)
+                self._tested(place.node, value, value.const, frame, (True, True))
+            elif value.elements is not None:
+                self._escaped(value.elements, frame)
+            elif value.items is not None and value.instance is None and not value.state:
+                self._escaped(list(value.items.values()), frame)
+
     def _event(
         self,
         kind: str,
@@ -120,6 +131,8 @@ class Expressions(ABC):
             self._event("runner-field", place, frame, Value(const=key))
         self._kept(frozenset({key}), value)
         self._keyed(key, value, place, frame)
+        if holder.state or holder.instance is not None:
+            self._escaped([value], frame)
         if holder.items is None:
             holder.items = {}
         if self.unsure and (holder.state or holder.instance is not None):

@@ -67,6 +67,7 @@ class Walk(Calls):
                 value.place = Place(frame.source, node)
             frame.returned.append(value)
             if frame is self.top:
+                self._escaped([value], frame)
                 for each in value.alternatives or [value]:
                     self._event("return", each.place or value.place, frame, each)
             return "return"

@@ -1,0 +1,843 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models for lint: what each must be found for, and what must be left alone."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """``found``: rules with their severities, each as ``rule severity``; a bare body stands in a hook of its own."""
+
+    name: str
+    found: frozenset[str]
+    source: str
+
+
+def _case(name: str, found: str, body: str, more: str = "") -> Case:
+    wanted = frozenset(each.strip() for each in found.split(",") if each.strip())
+    text = textwrap.dedent(body).strip("\n")
+    if "class M" not in text:
+        hook = "def preprocess(self, input_ids, input_embeds=None, **info):"
+        text = (
+            f"class M:\n    {hook}\n{textwrap.indent(text, ' ' * 8)}\n{textwrap.indent(textwrap.dedent(more), '    ')}"
+        )
+    return Case(name, wanted, text + "\n")
+
+
+SPAN = "span-phase error"
+GUESS = "span-phase fallback"
+COUNTER = "own-counter error"
+FIELD = "runner-field error"
+WHOLE = "whole-prompt error"
+MTP = "mtp-in-prefill fallback"
+
+_TEST = """
+if {test}:
+    return self.prefill(input_ids, info)
+return self.decode(input_ids, info)
+"""
+
+
+def _tests(found: str, **tests: str) -> list[Case]:
+    return [_case(name.replace("_", " "), found, _TEST.format(test=test)) for name, test in tests.items()]
+
+
+CASES = [
+    # -- the span decides
+    *_tests(
+        SPAN,
+        shape="input_ids.shape[0] > 1",
+        shape_of_embeddings="input_embeds.shape[0] > 1",
+        shape_from_the_end="input_ids.shape[-1] != 1",
+        whole_shape="input_ids.shape != (1,)",
+        size="input_ids.size(0) >= 2",
+        size_tuple="input_ids.size()[0] > 1",
+        numel="input_ids.numel() > 1",
+        length="len(input_ids) != 1",
+        length_of_a_list="len(input_ids.tolist()) > 1",
+        made_an_int="int(input_ids.shape[0]) > 1",
+        reversed="1 < input_ids.shape[0]",
+        negated="not input_ids.numel() == 1",
+        subtracted="input_ids.shape[0] - 1",
+        one_of="input_ids.shape[0] not in (1,)",
+        clamped="min(input_ids.shape[0], 2) == 2",
+        as_a_bool="bool(input_ids.shape[0] - 1)",
+        in_parts="input_ids.shape[0] > 1 or 'state' not in info",
+        with_state="not (input_ids.shape[0] == 1 and info.get('state') is not None)",
+        walrus="(n := input_ids.shape[0]) > 1",
+        flattened="input_ids.reshape(-1).shape[0] > 1",
+        another_axis="input_ids.unsqueeze(0).shape[1] > 1",
+        a_module_constant="input_ids.shape[0] > [1][0]",
+        a_lambda="(lambda ids: ids.numel() > 1)(input_ids)",
+        field_and_span="info['_omni_is_prefill'] and input_ids.shape[0] > 1",
+        decode_or_span="not (not info['_omni_is_prefill'] or input_ids.shape[0] == 1)",
+        keyword_name="info['input_ids'].numel() > 1",
+    ),
+    _case("renamed", SPAN, "ids = input_ids\ncount = ids.shape[0]\nmany = count > 1" + _TEST.format(test="many")),
+    _case("conditional expression", SPAN, "return self.prefill(info) if len(input_ids) > 1 else self.decode(info)"),
+    _case("named modes", SPAN, "mode = 'p' if len(input_ids) > 1 else 'd'" + _TEST.format(test="mode == 'p'")),
+    _case(
+        "modes set by statements",
+        SPAN,
+        "if len(input_ids) > 1:\n    mode = 'p'\nelse:\n    mode = 'd'" + _TEST.format(test="mode == 'p'"),
+    ),
+    _case("early return", SPAN, "if input_ids.shape[0] == 1:\n    return self.decode(info)\nreturn self.prefill(info)"),
+    _case(
+        "the field is read and not used",
+        SPAN,
+        "is_prefill = info['_omni_is_prefill']" + _TEST.format(test="len(input_ids) > 1"),
+    ),
+    _case(
+        "the span first, the field later",
+        SPAN,
+        """
+        if input_ids.shape[0] == 1:
+            return input_ids, info["next"], {}
+        if info["_omni_is_prefill"]:
+            return input_ids, self.embed(input_ids), {}
+        return input_ids, input_embeds, {}
+        """,
+    ),
+    _case("a method", SPAN, _TEST.format(test="self.many(input_ids)"), "def many(self, x):\n    return x.shape[0] > 1"),
+    _case(
+        "a static method",
+        SPAN,
+        _TEST.format(test="self.many(input_ids)"),
+        "@staticmethod\ndef many(x):\n    return x.shape[0] > 1",
+    ),
+    _case(
+        "length through a helper",
+        SPAN,
+        _TEST.format(test="self.count(input_ids) > 1"),
+        "def count(self, x):\n    return len(x)",
+    ),
+    _case(
+        "a decorated helper",
+        SPAN,
+        _TEST.format(test="self.many(input_ids)"),
+        "@torch.inference_mode()\ndef many(self, x):\n    return x.shape[0] > 1",
+    ),
+    _case(
+        "a property",
+        SPAN,
+        "self.ids = input_ids" + _TEST.format(test="self.many"),
+        "@property\ndef many(self):\n    return self.ids.shape[0] > 1",
+    ),
+    _case("an attribute", SPAN, "self.many = input_ids.shape[0] > 1" + _TEST.format(test="self.many")),
+    _case(
+        "an attribute that is read elsewhere",
+        SPAN,
+        "self.many = len(input_ids) > 1\nreturn input_ids, input_embeds, {}",
+    ),
+    _case("an argument of a layer", SPAN, "return self.talker.embed(input_ids, prefill=len(input_ids) > 1)"),
+    _case("a nested function", SPAN, "def many():\n    return len(input_ids) > 1" + _TEST.format(test="many()")),
+    _case("a dispatch by index", SPAN, "return [self.decode, self.prefill][len(input_ids) > 1](input_ids, info)"),
+    _case("a dispatch by key", SPAN, "return {True: self.prefill, False: self.decode}[len(input_ids) > 1](info)"),
+    _case("a short circuit", SPAN, "len(input_ids) > 1 and self.prefill(info)\nreturn input_ids, input_embeds, {}"),
+    _case(
+        "kept in a list", SPAN, "self.rows.append((info['request_id'], len(input_ids) > 1))\nreturn input_ids, None, {}"
+    ),
+    _case(
+        "match",
+        SPAN,
+        """
+        match input_ids.shape[0]:
+            case 1:
+                return self.decode(info)
+            case _:
+                return self.prefill(info)
+        """,
+    ),
+    _case(
+        "a branch that only changes state",
+        SPAN,
+        "if input_ids.shape[0] > 1:\n    info['steps']['count'] = 0\nreturn input_ids, input_embeds, {}",
+    ),
+    _case(
+        "async",
+        SPAN,
+        """
+        class M:
+            async def preprocess(self, input_ids, input_embeds, **info):
+                if await self.many(input_ids):
+                    return self.prefill(info)
+                return self.decode(info)
+
+            async def many(self, ids):
+                return ids.shape[0] > 1
+        """,
+    ),
+    _case(
+        "a decorated hook",
+        SPAN,
+        """
+        class M:
+            @torch.inference_mode()
+            def preprocess(self, input_ids, input_embeds, **info):
+                return self.prefill(info) if len(input_ids) > 1 else self.decode(info)
+        """,
+    ),
+    _case(
+        "all by keywords",
+        SPAN,
+        """
+        class M:
+            def preprocess(self, **kwargs):
+                ids = kwargs["input_ids"]
+                return self.prefill(kwargs) if ids.shape[0] > 1 else self.decode(kwargs)
+        """,
+    ),
+    _case(
+        "by position",
+        SPAN,
+        """
+        class M:
+            def preprocess(self, token_ids, embeds, **kwargs):
+                return self.prefill(kwargs) if token_ids.shape[0] > 1 else self.decode(kwargs)
+        """,
+    ),
+    _case(
+        "a hook set by the class",
+        SPAN,
+        """
+        class M(nn.Module):
+            def __init__(self):
+                self.set_custom_preprocess(self.mine)
+
+            def mine(self, input_ids, input_embeds, **info):
+                return self.prefill(info) if len(input_ids) > 1 else self.decode(info)
+        """,
+    ),
+    _case(
+        "a hook assigned",
+        SPAN,
+        """
+        class M(nn.Module):
+            def __init__(self):
+                self.preprocess = self.mine
+
+            def mine(self, input_ids, input_embeds, **info):
+                return self.prefill(info) if len(input_ids) > 1 else self.decode(info)
+        """,
+    ),
+    _case(
+        "a hook set by name",
+        SPAN,
+        """
+        class M(nn.Module):
+            def __init__(self):
+                setattr(self, "preprocess", self.mine)
+
+            def mine(self, input_ids, input_embeds, **info):
+                return self.prefill(info) if len(input_ids) > 1 else self.decode(info)
+        """,
+    ),
+    _case(
+        "a hook by another name of the class",
+        SPAN,
+        """
+        class M(nn.Module):
+            def mine(self, input_ids, input_embeds, **info):
+                return self.prefill(info) if len(input_ids) > 1 else self.decode(info)
+
+            preprocess = mine
+        """,
+    ),
+    _case(
+        "an inherited hook and an overridden helper",
+        SPAN,
+        """
+        class Base:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return self.prefill(info) if self.reads_prompt(input_ids, info) else self.decode(info)
+
+            def reads_prompt(self, ids, info):
+                return info["_omni_is_prefill"]
+
+        class M(Base):
+            def reads_prompt(self, ids, info):
+                return len(ids) > 1
+        """,
+    ),
+    _case(
+        "super",
+        SPAN,
+        """
+        class Base:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return self.prefill(info) if len(input_ids) > 1 else self.decode(info)
+
+        class M(Base):
+            def preprocess(self, input_ids, input_embeds, **info):
+                return super().preprocess(input_ids, input_embeds, **info)
+        """,
+    ),
+    _case(
+        "a dataclass",
+        SPAN,
+        """
+        @dataclass
+        class Row:
+            ids: object
+            many: bool
+
+            @classmethod
+            def of(cls, ids):
+                return cls(ids, many=len(ids) > 1)
+
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                row = Row.of(input_ids)
+                if row.many:
+                    return self.prefill(info)
+                return self.decode(info)
+        """,
+    ),
+    _case(
+        "a module's constant",
+        SPAN,
+        """
+        ONE = 1
+
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return self.decode(info) if len(input_ids) == ONE else self.prefill(info)
+        """,
+    ),
+    _case(
+        "postprocess",
+        SPAN,
+        """
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return input_ids, input_embeds, {}
+
+            def postprocess(self, hidden_states, **info):
+                if hidden_states.shape[0] > 1:
+                    return {}
+                return {"last": hidden_states}
+        """,
+    ),
+    # -- the span guesses behind the fields
+    *_tests(
+        GUESS,
+        a_default="info.get('_omni_is_prefill', len(input_ids) > 1)",
+        a_default_by_name="info.get('_omni_is_prefill', default=len(input_ids) > 1)",
+        a_conditional="info['_omni_is_prefill'] if '_omni_is_prefill' in info else len(input_ids) > 1",
+        set_if_missing="info.setdefault('_omni_is_prefill', len(input_ids) > 1)",
+        popped="info.pop('_omni_is_prefill', len(input_ids) > 1)",
+    ),
+    _case(
+        "the alias of the keywords",
+        GUESS,
+        "payload = info\nmeta = payload.copy()" + _TEST.format(test="meta.get('_omni_is_prefill', len(input_ids) > 1)"),
+    ),
+    _case(
+        "merged keywords",
+        GUESS,
+        """
+        merged = {k: v for k, v in info.items() if k != "extra"}
+        for k, v in info["extra"].items():
+            merged.setdefault(k, v)
+        """
+        + textwrap.indent(_TEST.format(test="merged.get('_omni_is_prefill', len(input_ids) > 1)"), " " * 8),
+    ),
+    _case(
+        "no bool",
+        GUESS,
+        """
+        raw = info.get("_omni_is_prefill")
+        prefill = raw if isinstance(raw, bool) else input_ids.numel() > 1
+        return self.prefill(info) if prefill else self.decode(info)
+        """,
+    ),
+    _case(
+        "None",
+        GUESS,
+        """
+        raw = info.get("_omni_is_prefill")
+        if raw is None:
+            raw = input_ids.numel() > 1
+        return self.prefill(info) if raw else self.decode(info)
+        """,
+    ),
+    _case(
+        "an exception",
+        GUESS,
+        """
+        try:
+            prefill = int(info["_omni_num_computed_tokens"]) < int(info["_omni_prompt_len"])
+        except KeyError:
+            prefill = input_ids.shape[0] > 1
+        return self.prefill(info) if prefill else self.decode(info)
+        """,
+    ),
+    _case(
+        "in a helper",
+        GUESS,
+        _TEST.format(test="self.reads_prompt(input_ids, **info)"),
+        "def reads_prompt(self, ids, _omni_is_prefill=None, **_):\n"
+        "    return ids.shape[0] > 1 if _omni_is_prefill is None else _omni_is_prefill",
+    ),
+    _case(
+        "a long decode span",
+        "span-beside-phase fallback",
+        _TEST.format(test="info['_omni_is_prefill'] or input_ids.shape[0] > 1"),
+    ),
+    # -- a counter of its own
+    _case(
+        "a counter in the updates",
+        COUNTER,
+        """
+        start = int(info.get("offset", 0) or 0)
+        rows = info["prompt"][start : start + input_ids.shape[0]]
+        return input_ids, rows, {"offset": start + input_ids.shape[0]}
+        """,
+    ),
+    _case(
+        "a nested counter",
+        COUNTER,
+        """
+        span = len(input_ids)
+        meta = info.get("meta", {})
+        first = max(0, min(meta.get("done", 0), 100))
+        last = min(first + span, 100)
+        return input_ids, info["prompt"][first:last], {"meta": {"done": first + span}}
+        """,
+    ),
+    _case(
+        "a counter kept by hand",
+        COUNTER,
+        """
+        state = self.states[info["request_id"]]
+        rows = state.prompt[state.done : state.done + len(input_ids)]
+        state.done += len(input_ids)
+        return input_ids, rows, {}
+        """,
+    ),
+    _case(
+        "a counter of the model",
+        COUNTER,
+        """
+        rows = self.prompt[self.done : self.done + len(input_ids)]
+        self.done = self.done + len(input_ids)
+        return input_ids, rows, {}
+        """,
+    ),
+    _case(
+        "a counter in a helper",
+        COUNTER,
+        "return self.take(info, info.get('done', 0), input_ids)",
+        """
+        def take(self, info, start, ids):
+            end = start + ids.numel()
+            return ids, info["prompt"][start:end], {"done": end}
+        """,
+    ),
+    _case(
+        "two slices",
+        COUNTER,
+        """
+        start = info.get("done", 0)
+        rows = info["prompt"][start:][: len(input_ids)]
+        return input_ids, rows, {"done": start + len(input_ids)}
+        """,
+    ),
+    _case(
+        "narrow",
+        COUNTER,
+        """
+        start = info.get("done", 0)
+        rows = info["prompt"].narrow(0, start, len(input_ids))
+        return input_ids, rows, {"done": start + len(input_ids)}
+        """,
+    ),
+    _case(
+        "torch.narrow",
+        COUNTER,
+        """
+        start = info.get("done", 0)
+        rows = torch.narrow(info["prompt"], 0, start, len(input_ids))
+        return input_ids, rows, {"done": start + len(input_ids)}
+        """,
+    ),
+    _case(
+        "an index",
+        COUNTER,
+        """
+        start = info.get("done", 0)
+        rows = info["prompt"][torch.arange(start, start + len(input_ids))]
+        return input_ids, rows, {"done": start + len(input_ids)}
+        """,
+    ),
+    _case(
+        "a prompt that is consumed",
+        COUNTER,
+        """
+        prompt = info["prompt"]
+        n = len(input_ids)
+        return input_ids, prompt[:n], {"prompt": prompt[n:]}
+        """,
+    ),
+    _case(
+        "a counter beside the field",
+        "own-counter fallback",
+        """
+        if not info["_omni_is_prefill"]:
+            return input_ids, info["next"].reshape(1, -1), {}
+        start = info.get("done", 0)
+        rows = info["prompt"][start : start + len(input_ids)]
+        return input_ids, rows, {"done": start + len(input_ids)}
+        """,
+    ),
+    _case(
+        "a counter for a missing field",
+        "own-counter fallback",
+        """
+        start = info.get("_omni_num_computed_tokens", info.get("done", 0))
+        rows = info["prompt"][start : start + len(input_ids)]
+        return input_ids, rows, {"done": start + len(input_ids)}
+        """,
+    ),
+    # -- the runner's fields
+    *[
+        _case(f"stored: {statement}", FIELD, f"{statement}\nreturn input_ids, input_embeds, {{}}")
+        for statement in (
+            "info['_omni_is_prefill'] = False",
+            "info['_omni_num_computed_tokens'] += 1",
+            "payload = info; payload['_omni_prompt_len'] = 3",
+            "info.update({'_omni_is_prefill': False})",
+            "info.update(_omni_is_prefill=False)",
+            "info |= {'_omni_is_prefill': False}",
+            "info = {**info, '_omni_is_prefill': False}",
+            "info = info | {'_omni_is_prefill': False}",
+            "info = dict(info, _omni_is_prefill=False)",
+            "key = '_omni_' + 'is_prefill'; info[key] = False",
+        )
+    ],
+    _case("returned", FIELD, "return input_ids, input_embeds, {'_omni_prompt_len': 4}"),
+    _case("returned by dict", FIELD, "return input_ids, input_embeds, dict(_omni_prompt_len=4)"),
+    _case("returned later", FIELD, "out = {}\nout['_omni_prompt_len'] = 4\nreturn input_ids, input_embeds, out"),
+    _case("returned if missing", FIELD, "out = {}\nout.setdefault('_omni_prompt_len', 4)\nreturn input_ids, None, out"),
+    _case(
+        "in a batch",
+        FIELD,
+        """
+        class M:
+            def preprocess_decode_batch(self, *, input_ids, req_infos):
+                for info in req_infos:
+                    info["_omni_is_prefill"] = False
+                return input_ids, self.embed(input_ids), [{} for _ in req_infos]
+        """,
+    ),
+    _case(
+        "removed in a batch",
+        FIELD,
+        """
+        class M:
+            def preprocess_decode_batch(self, *, input_ids, req_infos):
+                for row, info in enumerate(req_infos):
+                    info.pop("_omni_is_prefill", None)
+                return input_ids, self.embed(input_ids), [{} for _ in req_infos]
+        """,
+    ),
+    _case(
+        "deleted in a batch",
+        FIELD,
+        """
+        class M:
+            def preprocess_decode_batch(self, *, input_ids, req_infos):
+                for info in req_infos:
+                    del info["_omni_is_prefill"]
+                return input_ids, self.embed(input_ids), [{} for _ in req_infos]
+        """,
+    ),
+    _case(
+        "returned from a batch",
+        FIELD,
+        """
+        class M:
+            def preprocess_decode_batch(self, *, input_ids, req_infos):
+                return input_ids, self.embed(input_ids), [{"_omni_is_prefill": False} for _ in req_infos]
+        """,
+    ),
+    _case(
+        "in preprocess_batch",
+        FIELD,
+        """
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return input_ids, input_embeds, {}
+
+            def preprocess_batch(self, *, req_ids, model_intermediate_buffer, device):
+                for name in req_ids:
+                    model_intermediate_buffer[name]["_omni_prompt_len"] = 7
+        """,
+    ),
+    _case(
+        "from postprocess",
+        FIELD,
+        """
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return input_ids, input_embeds, {}
+
+            def postprocess(self, hidden_states, **info):
+                return {"_omni_is_prefill": False}
+        """,
+    ),
+    # -- the whole prompt
+    _case("the whole prompt", WHOLE, "return input_ids, info['prompt_embeds'], {}"),
+    _case(
+        "the whole prompt in prefill",
+        WHOLE,
+        """
+        if info["_omni_is_prefill"]:
+            return input_ids, self.build(info["text"]), {}
+        return input_ids, info["next"].reshape(1, -1), {}
+        """,
+    ),
+    _case(
+        "the whole prompt at first",
+        WHOLE,
+        """
+        if info["_omni_num_computed_tokens"] == 0:
+            return input_ids, torch.cat([info["voice"], info["text"]]), {}
+        return input_ids, input_embeds, {}
+        """,
+    ),
+    _case(
+        "the whole prompt or an error",
+        "whole-prompt note",
+        """
+        if info["_omni_is_prefill"]:
+            rows = info["embeds"].to(input_ids.device)
+            if rows.shape[0] != len(input_ids):
+                raise ValueError("no chunks")
+            return input_ids, rows, {}
+        return input_ids, info["next"].reshape(1, -1), {}
+        """,
+    ),
+    _case(
+        "the whole prompt or an error of a helper",
+        "whole-prompt note",
+        """
+        if info["_omni_is_prefill"]:
+            rows = info["embeds"]
+            self.same(rows.shape[0], len(input_ids))
+            return input_ids, rows, {}
+        return input_ids, info["next"].reshape(1, -1), {}
+        """,
+        "def same(self, a, b):\n    if a == b:\n        return\n    raise ValueError('no chunks')",
+    ),
+    _case(
+        "the whole prompt or an assertion",
+        "whole-prompt note",
+        """
+        if info["_omni_is_prefill"]:
+            rows = info["embeds"]
+            assert rows.shape[0] == len(input_ids)
+            return input_ids, rows, {}
+        return input_ids, info["next"].reshape(1, -1), {}
+        """,
+    ),
+    # -- mtp_inputs in prefill
+    _case("always", MTP, "return input_ids, input_embeds, {'mtp_inputs': (self.zero, self.zero)}"),
+    _case(
+        "in the prefill branch",
+        MTP,
+        """
+        updates = {}
+        if info["_omni_is_prefill"]:
+            updates["mtp_inputs"] = (self.zero, self.zero)
+        return input_ids, input_embeds, updates
+        """,
+    ),
+    _case(
+        "by the package's own name",
+        MTP,
+        """
+        from omni_npu_phase.contract import IS_PREFILL, MTP_INPUTS
+
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                if info[IS_PREFILL]:
+                    return input_ids, input_embeds, {MTP_INPUTS: (self.zero, self.zero)}
+                return input_ids, input_embeds, {}
+        """,
+    ),
+    # -- notes
+    _case("all keywords", "returned-keywords note", "return input_ids, input_embeds, info"),
+    _case("all keywords and more", "returned-keywords note", "return input_ids, input_embeds, {**info, 'x': 1}"),
+    _case("a constant default", "field-default note", _TEST.format(test="info.get('_omni_is_prefill', False)")),
+    # -- nothing
+    *_tests(
+        "",
+        the_field="info['_omni_is_prefill']",
+        the_field_by_get="info.get('_omni_is_prefill')",
+        the_field_by_get_of_an_alias="(payload := info).get('_omni_is_prefill')",
+        the_lengths="info['_omni_num_computed_tokens'] < info['_omni_prompt_len']",
+        the_lengths_in_the_other_order="info['_omni_prompt_len'] > int(info['_omni_num_computed_tokens'])",
+        empty="input_ids.shape[0] == 0",
+        another_length="info['codes'].shape[0] > 1",
+        the_end_of_the_prompt="info['_omni_num_computed_tokens'] + len(input_ids) >= info['_omni_prompt_len']",
+        the_beginning="info['_omni_num_computed_tokens'] == 0",
+        state="'state' not in info",
+    ),
+    _case(
+        "a required span",
+        "",
+        "if input_ids.shape[0] != 1:\n    raise ValueError('one token')\nreturn input_ids, None, {}",
+    ),
+    _case("an asserted span", "", "assert input_ids.shape[0] == 1\nreturn input_ids, input_embeds, {}"),
+    _case("a log", "", "if len(input_ids) > 1:\n    logger.debug('many')\nreturn input_ids, input_embeds, {}"),
+    _case("a logged test", "", "logger.debug('%s', len(input_ids) > 1)\nreturn input_ids, input_embeds, {}"),
+    _case(
+        "a shape",
+        "",
+        "rows = input_embeds\nif len(input_ids) == 1:\n    rows = rows.reshape(1, -1)\nreturn input_ids, rows, {}",
+    ),
+    _case("an expanded row", "", "rows = input_embeds.expand(len(input_ids), -1)\nreturn input_ids, rows, {}"),
+    _case(
+        "a span inside prefill",
+        "",
+        """
+        if info["_omni_is_prefill"]:
+            if len(input_ids) > 1:
+                return input_ids, self.many(input_ids), {}
+            return input_ids, self.one(input_ids), {}
+        return input_ids, info["next"].reshape(1, -1), {}
+        """,
+    ),
+    _case(
+        "a long span inside decode",
+        "",
+        """
+        if info["_omni_is_prefill"]:
+            return input_ids, self.embed(input_ids), {}
+        if len(input_ids) > 1:
+            return input_ids, self.embed(input_ids), {}
+        return input_ids, info["next"].reshape(1, -1), {"mtp_inputs": (info["last"], self.zero)}
+        """,
+    ),
+    _case(
+        "MTP for one decode token",
+        "",
+        """
+        updates = {}
+        if not info["_omni_is_prefill"] and len(input_ids) == 1:
+            updates["mtp_inputs"] = (info["last"], self.zero)
+        return input_ids, self.embed(input_ids), updates
+        """,
+    ),
+    _case(
+        "a helper that both phases share",
+        "",
+        """
+        if info["_omni_is_prefill"]:
+            return self.rows(input_ids)
+        return self.rows(input_ids)
+        """,
+        "def rows(self, ids):\n    if ids.shape[0] > 1:\n        return ids, self.many(ids), {}\n"
+        "    return ids, self.one(ids), {}",
+    ),
+    _case(
+        "the runner's progress",
+        "",
+        """
+        start = info["_omni_num_computed_tokens"]
+        end = start + len(input_ids)
+        return input_ids, info["prompt"][start:end], {"prompt": info["prompt"], "end": end}
+        """,
+    ),
+    _case(
+        "the runner's progress over a counter",
+        "",
+        """
+        meta = info.setdefault("meta", {})
+        meta["done"] = int(info["_omni_num_computed_tokens"])
+        rows = info["prompt"][meta["done"] : meta["done"] + len(input_ids)]
+        return input_ids, rows, {"meta": {"done": meta["done"] + len(input_ids)}}
+        """,
+    ),
+    _case(
+        "a cursor of decode",
+        "",
+        """
+        if info["_omni_is_prefill"]:
+            return input_ids, self.embed(input_ids), {}
+        at = info.get("cursor", 0)
+        step = info["text"][at : at + 1]
+        return input_ids, step + self.embed(input_ids), {"cursor": at + 1}
+        """,
+    ),
+    _case(
+        "a queue of decode",
+        "",
+        """
+        if info["_omni_is_prefill"]:
+            return input_ids, self.embed(input_ids), {"queue": self.queue(info)}
+        queue = info["queue"]
+        return input_ids, queue[0:1], {"queue": queue[1:]}
+        """,
+    ),
+    _case("one kept row", "", "return input_ids, self.embed(input_ids), {'last': self.hidden[-1]}"),
+    _case(
+        "a removed copy", "", "prefill = info.pop('_omni_is_prefill')\nreturn self.a(info) if prefill else self.b(info)"
+    ),
+    _case("passed on", "", "return self.talker.preprocess(input_ids=input_ids, input_embeds=input_embeds, **info)"),
+    _case(
+        "fields passed by name",
+        "",
+        "return self.rows(input_ids, _omni_is_prefill=info['_omni_is_prefill'])",
+        "def rows(self, ids, _omni_is_prefill):\n    return self.a(ids) if _omni_is_prefill else self.b(ids)",
+    ),
+    _case(
+        "the field as an argument",
+        "",
+        """
+        class M:
+            def preprocess(self, input_ids, input_embeds, *, _omni_is_prefill: bool, **_):
+                return self.prefill(input_ids) if _omni_is_prefill else self.decode(input_ids)
+        """,
+    ),
+    _case(
+        "a batch",
+        "",
+        """
+        class M:
+            def preprocess_decode_batch(self, *, input_ids, req_infos):
+                if input_ids.numel() != len(req_infos):
+                    raise ValueError("one token a request")
+                if input_ids.shape[0] == 1:
+                    return input_ids, self.one(input_ids), [{}]
+                return input_ids, self.many(input_ids), [{} for _ in req_infos]
+        """,
+    ),
+    _case(
+        "an image processor",
+        "",
+        """
+        class M:
+            def preprocess(self, images, **kwargs):
+                if len(images) == 1:
+                    return self.one(images)
+                return self.many(images)
+        """,
+    ),
+    _case(
+        "what no hook reaches",
+        "",
+        """
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return input_ids, input_embeds, {}
+
+            def other(self, input_ids):
+                return self.a() if len(input_ids) > 1 else self.b()
+        """,
+    ),
+]
