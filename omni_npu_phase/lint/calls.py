@@ -206,11 +206,11 @@ class Calls(Expressions):
         self, name: str, given: Sequence[Value], named: Mapping[str, Value], frame: Frame, place: Place
     ) -> Value | None:
         if not given:
-            return Value(items=dict(named)) if name == "dict" else None
+            return self._dict(Value(items={}), named, frame, place) if name == "dict" else None
         first = given[0]
         if name == "len":
             return operations.length(first)
-        if name in ("int", "bool", "float", "abs", "min", "max", "sum", "any", "all", "round"):
+        if name == "bool" or name in operations.NUMBERS:
             return operations.number(name, given)
         if name == "isinstance" and len(given) == 2:
             return self._is_instance(first, place, frame)
@@ -224,14 +224,11 @@ class Calls(Expressions):
         if name == "setattr" and len(given) == 3 and isinstance(given[1].const, str):
             self._store(first, given[1].const, given[2], Place(place.source, _loaded_attribute(place.node)), frame)
             return Value(const=None)
-        if name == "dict":
-            if first.keywords or first.items is not None:
-                made = copied(first)
-                made.items = dict(first.items or {})
-                made.live = False
-                self._update(made, [], named, place, frame)
-                return made
-            return None
+        if name == "dict" and (first.keywords or first.items is not None):
+            made = copied(first)
+            made.items, made.live = dict(first.items or {}), False
+            self._update(made, [], {key: named[key] for key in named if first.keywords}, place, frame)
+            return self._dict(made, named, frame, place)
         if name in ("list", "tuple", "reversed", "sorted"):
             return copied(first) if name in ("list", "tuple") else derived(given)
         if name == "enumerate" or name == "zip":
@@ -239,6 +236,17 @@ class Calls(Expressions):
             parts = [Value(), *inner] if name == "enumerate" else inner
             return Value(each=Value(elements=parts))
         return None
+
+    def _dict(self, made: Value, named: Mapping[str, Value], frame: Frame, place: Place) -> Value:
+        """``dict(...)``, as a display with the same keys."""
+        for key, value in named.items():
+            self._kept(frozenset({key}), value)
+            self._keyed(key, value, place, frame)
+            if key in contract.FIELDS:
+                self._event("field-key", place, frame, Value(const=key))
+        made.items = {**(made.items or {}), **named}
+        made.key_places |= dict.fromkeys(named, place)
+        return made
 
     def _is_instance(self, value: Value, place: Place, frame: Frame) -> Value:
         call = place.node
@@ -278,6 +286,9 @@ class Calls(Expressions):
                 if not holder.keywords and not holder.state and not known:
                     self._store(holder, key.const, default, place, frame)
             return self._key(holder, key, default, frame, place)
+        if name == "__setitem__" and len(given) == 2 and isinstance(given[0].const, str):
+            self._store(holder, given[0].const, given[1], place, frame)
+            return Value(const=None)
         if name == "update":
             self._update(holder, given, named, place, frame)
             return Value(const=None)
@@ -292,7 +303,13 @@ class Calls(Expressions):
                 return Value(keywords=True, state=True, items=holder.items)
             return Value(each=Value(elements=[Value(), holder.each])) if holder.each and name == "items" else holder
         if name in ("size", "numel", "nelement", "__len__", "dim"):
-            return operations.size(name, holder, given)
+            # Also as torch.numel(ids), and with the axis by name.
+            of, rest = (
+                (holder, list(given)) if holder.shape or not given or not given[0].shape else (given[0], given[1:])
+            )
+            return operations.size(name, of, [*rest, *named.values()])
+        if name in operations.KEEPING_ROWS and given and given[0].shape is not None:
+            return given[0]
         if name in operations.SAME_ROWS and (holder.shape is not None or name != "item"):
             made = derived([holder])
             made.shape, made.checked, made.begun = holder.shape, holder.checked, holder.begun

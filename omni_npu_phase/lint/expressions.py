@@ -454,8 +454,11 @@ class Expressions(ABC):
                 return self._child(holder, name)
             if holder.items is not None:
                 return default or Value()
-        if holder.items is not None and repr(name) in holder.items:
-            return holder.items[repr(name)]
+        if holder.items is not None and not holder.state:
+            if key.span and name is not UNKNOWN:
+                self._tested(place.node, key, repr(name) in holder.items, frame, (True, True))
+            if repr(name) in holder.items or name is not UNKNOWN:
+                return holder.items.get(repr(name), default or Value())
         if holder.each is not None:
             return holder.each
         return derived([holder])
@@ -501,10 +504,13 @@ class Expressions(ABC):
             ends = (lower.const, upper.const)
             if all(isinstance(end, int) for end in ends):
                 return Value(elements=holder.elements[slice(*ends)])
+        if node.lower is None and upper is None:
+            return holder
         bounds = [lower] if upper is None else [lower, upper]
         result = derived([Value(span=each.span) for each in bounds])
         result.state, result.keys, result.part = holder.state, holder.keys, True
         result.span = result.span or holder.span
+        result.shape = _cut(holder.shape, lower, upper)
         if upper is None:
             result.begun = lower.keys if not lower.span else frozenset()
             if lower.span and not lower.keys:
@@ -514,6 +520,14 @@ class Expressions(ABC):
             if holder.begun and upper.span:
                 self._event("slice", place, frame, holder, holder.begun)
         return result
+
+
+def _cut(shape: list[Value] | None, lower: Value, upper: Value | None) -> list[Value] | None:
+    """The shape of a slice of known length."""
+    ends = (lower.const, None if upper is None else upper.const)
+    if not shape or not isinstance(shape[0].const, int) or not all(isinstance(end, int | None) for end in ends):
+        return None
+    return [Value(const=len(range(shape[0].const)[slice(*ends)]), span=True), *shape[1:]]
 
 
 def copied(value: Value) -> Value:

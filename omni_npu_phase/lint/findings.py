@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omni_npu_phase import contract
 from omni_npu_phase.lint.rules import SEVERITIES, Finding, Severity
 from omni_npu_phase.lint.source import Method, Model
-from omni_npu_phase.lint.trace import CHUNK, DECODE, LAST, LONG_DECODE, MIDDLE, ROWS, TAIL, Event, Test, Trace
+from omni_npu_phase.lint.trace import CHUNK, DECODE, LAST, LONG_DECODE, MIDDLE, ROWS, TAIL, WHOLE, Event, Test, Trace
 from omni_npu_phase.lint.values import Place, Value
 from omni_npu_phase.lint.walk import Walk
 
@@ -55,20 +55,17 @@ def judge(model: Model) -> Judged | None:
     hooks = list(_hooks(model))
     if not any(kind in _DECIDING for kind, _ in hooks):
         return None
+    walked = [_walked(model, kind, method) for kind, method in hooks]
+    advanced = {name for seen in walked for trace in (seen.with_fields, seen.without) for name in trace.advanced}
     found: dict[tuple[str, int, int, str], Finding] = {}
     reads: set[str] = set()
     by_phase: dict[tuple[str, int, int], Place] = {}
-    for kind, method in hooks:
-        with_fields, without = Trace(), Trace()
-        for row in ROWS if kind in ("preprocess", "postprocess") else (DECODE,):
-            Walk(model, row, True, with_fields).hook(method, kind)
-        # A hook that asks for no field does the same on a runner without them.
-        for row in ROWS if with_fields.asked and kind in ("preprocess", "postprocess") else ():
-            Walk(model, row, False, without).hook(method, kind)
-        if kind in _DECIDING:
-            reads |= with_fields.reads
-            by_phase |= {test.place.key: test.place for test in with_fields.tests.values() if _by_phase(test)}
-        for finding in _findings(model, kind, with_fields, without):
+    for seen in walked:
+        seen.advanced.update(advanced)
+        if seen.kind in _DECIDING:
+            reads |= seen.with_fields.reads
+            by_phase |= {test.place.key: test.place for test in seen.with_fields.tests.values() if _by_phase(test)}
+        for finding in (each for rule in RULES_IN_CODE for each in rule(seen)):
             place = (finding.path, finding.line, finding.column, finding.rule)
             known = found.get(place)
             if known is None or SEVERITIES.index(finding.severity) < SEVERITIES.index(known.severity):
@@ -119,10 +116,15 @@ def _takes_tokens(method: Method) -> bool:
     return arguments.kwarg is not None and len(arguments.args) - ("staticmethod" not in method.decorators) <= 0
 
 
-def _findings(model: Model, kind: str, with_fields: Trace, without: Trace) -> Iterator[Finding]:
-    reads = not with_fields.reads.isdisjoint(_PHASE)
-    for rule in RULES_IN_CODE:
-        yield from rule(Seen(model, kind, with_fields, without, reads))
+def _walked(model: Model, kind: str, method: Method) -> Seen:
+    with_fields, without = Trace(), Trace()
+    rows = ROWS if kind in ("preprocess", "postprocess") else (DECODE,)
+    for row in rows:
+        Walk(model, row, True, with_fields).hook(method, kind)
+    # A hook that asks for no field does the same on a runner without them.
+    for row in rows if with_fields.asked else ():
+        Walk(model, row, False, without).hook(method, kind)
+    return Seen(model, kind, with_fields, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,13 @@ class Seen:
     kind: str
     with_fields: Trace
     without: Trace
-    reads: bool
+    advanced: set[str] = field(default_factory=set)
+    """Names under which any hook of the model keeps something made from a span."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether the hook reads the phase, or the progress."""
+        return not self.with_fields.reads.isdisjoint(_PHASE)
 
     def finding(self, rule: str, severity: Severity, place: Place, message: str) -> Finding:
         path, line, column = place.key
@@ -150,6 +158,9 @@ def span_phase(seen: Seen) -> Iterator[Finding]:
                 f"`{test.place.code}` decides between prefill and decode: a one-token tail of a prompt is taken for "
                 "decode",
             )
+        elif _by_whole_prompt(test) and not seen.reads:
+            text = f"`{test.place.code}` decides between prefill and decode: a chunk of a prompt is taken for decode"
+            yield seen.finding("span-phase", "error", test.place, text)
     for test in seen.without.tests.values():
         if _by_span(test):
             yield seen.finding(
@@ -168,6 +179,13 @@ def _by_span(test: Test) -> bool:
     return chunk == middle == last != tail == decode
 
 
+def _by_whole_prompt(test: Test) -> bool:
+    """Only a prompt that is scheduled whole goes one way; its chunks go the other, as decode does."""
+    outcomes = {row.name: test.outcomes.get(row.name) for row in (WHOLE, CHUNK, MIDDLE, LAST, TAIL, DECODE)}
+    whole = outcomes.pop(WHOLE.name)
+    return None not in (whole, *outcomes.values()) and set(outcomes.values()) == {not whole}
+
+
 def _by_phase(test: Test) -> bool:
     """A prompt's one-token tail goes the way of its other chunks, and decode does not."""
     if not {row.name for row in (MIDDLE, TAIL, DECODE)} <= test.outcomes.keys():
@@ -178,7 +196,7 @@ def _by_phase(test: Test) -> bool:
 
 def span_beside_phase(seen: Seen) -> Iterator[Finding]:
     for test in seen.with_fields.tests.values():
-        if not {row.name for row in ROWS} <= test.outcomes.keys():
+        if not {row.name for row in (MIDDLE, TAIL, DECODE, LONG_DECODE)} <= test.outcomes.keys():
             continue
         middle, tail, decode, long = (test.outcomes[row.name] for row in (MIDDLE, TAIL, DECODE, LONG_DECODE))
         does_something = any(test.touches) if middle is None else test.touches[middle]
@@ -194,7 +212,7 @@ def span_beside_phase(seen: Seen) -> Iterator[Finding]:
 def own_counter(seen: Seen) -> Iterator[Finding]:
     for trace, severity in ((seen.with_fields, "fallback" if seen.reads else "error"), (seen.without, "fallback")):
         for event in _of(trace, "slice", "consumed"):
-            names = event.keys if event.kind == "consumed" else event.keys & trace.advanced
+            names = event.keys if event.kind == "consumed" else _counted(event.keys, seen)
             if event.row.is_prefill and names:
                 how = "is consumed from its front" if event.kind == "consumed" else f"begins at {_names(names)}"
                 yield seen.finding(
@@ -204,6 +222,11 @@ def own_counter(seen: Seen) -> Iterator[Finding]:
                     f"`{event.place.code}` {how}, which the model counts on itself: after a preemption, or with "
                     "cached progress, it is another part of the prompt than the runner scheduled",
                 )
+
+
+def _counted(keys: frozenset[str], seen: Seen) -> frozenset[str]:
+    """Those that the model advances itself; others are the runner's, or do not move."""
+    return keys & seen.advanced
 
 
 def runner_field(seen: Seen) -> Iterator[Finding]:

@@ -48,6 +48,7 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
     "any": any,
     "all": all,
     "round": round,
+    "str": str,
 }
 
 SAME_ROWS = frozenset(
@@ -97,6 +98,10 @@ def number(name: str, given: Sequence[Value]) -> Value:
         except ValueError:
             pass
     return result
+
+
+KEEPING_ROWS = frozenset({"as_tensor", "asarray", "array", "atleast_1d", "clone", "tensor"})
+"""Functions that make a tensor of the same rows."""
 
 
 def size(name: str, holder: Value, given: Sequence[Value]) -> Value:

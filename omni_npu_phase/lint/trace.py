@@ -31,9 +31,10 @@ class Row:
 
 
 CHUNK, MIDDLE, LAST = Row("chunk", 9, 0, 4), Row("middle", 9, 4, 4), Row("last", 9, 5, 4)
+WHOLE = Row("whole", 9, 0, 9)
 TAIL = Row("tail", 9, 8, 1)
 DECODE, LONG_DECODE = Row("decode", 9, 9, 1), Row("long decode", 9, 9, 2)
-ROWS = (CHUNK, MIDDLE, LAST, TAIL, DECODE, LONG_DECODE)
+ROWS = (CHUNK, MIDDLE, LAST, WHOLE, TAIL, DECODE, LONG_DECODE)
 
 
 @dataclass(slots=True)

@@ -74,6 +74,12 @@ CASES = [
         a_lambda="(lambda ids: ids.numel() > 1)(input_ids)",
         field_and_span="info['_omni_is_prefill'] and input_ids.shape[0] > 1",
         decode_or_span="not (not info['_omni_is_prefill'] or input_ids.shape[0] == 1)",
+        the_rest="input_ids[1:].numel() > 0",
+        the_function_numel="torch.numel(input_ids) > 1",
+        an_axis_by_name="input_ids.size(dim=0) > 1",
+        another_tensor="torch.as_tensor(input_ids).shape[0] > 1",
+        as_text="str(len(input_ids)) != '1'",
+        whole_prompts_only="len(input_ids) == info['_omni_prompt_len']",
         keyword_name="info['input_ids'].numel() > 1",
     ),
     _case("renamed", SPAN, "ids = input_ids\ncount = ids.shape[0]\nmany = count > 1" + _TEST.format(test="many")),
@@ -136,6 +142,7 @@ CASES = [
     _case("a nested function", SPAN, "def many():\n    return len(input_ids) > 1" + _TEST.format(test="many()")),
     _case("a dispatch by index", SPAN, "return [self.decode, self.prefill][len(input_ids) > 1](input_ids, info)"),
     _case("a dispatch by key", SPAN, "return {True: self.prefill, False: self.decode}[len(input_ids) > 1](info)"),
+    _case("a dispatch with a default", SPAN, "return {1: self.decode}.get(len(input_ids), self.prefill)(info)"),
     _case("a short circuit", SPAN, "len(input_ids) > 1 and self.prefill(info)\nreturn input_ids, input_embeds, {}"),
     _case(
         "kept in a list", SPAN, "self.rows.append((info['request_id'], len(input_ids) > 1))\nreturn input_ids, None, {}"
@@ -474,6 +481,19 @@ CASES = [
         """,
     ),
     _case(
+        "a counter that postprocess advances",
+        COUNTER,
+        """
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                at = info["done"]
+                return input_ids, info["prompt"][at : at + len(input_ids)], {}
+
+            def postprocess(self, hidden_states, **info):
+                return {"done": info["done"] + hidden_states.shape[0]}
+        """,
+    ),
+    _case(
         "a prompt that is consumed",
         COUNTER,
         """
@@ -489,6 +509,17 @@ CASES = [
         if not info["_omni_is_prefill"]:
             return input_ids, info["next"].reshape(1, -1), {}
         start = info.get("done", 0)
+        rows = info["prompt"][start : start + len(input_ids)]
+        return input_ids, rows, {"done": start + len(input_ids)}
+        """,
+    ),
+    _case(
+        "a counter for some requests",
+        "own-counter fallback",
+        """
+        start = info.get("done", 0)
+        if not info["resumable"]:
+            start = info["_omni_num_computed_tokens"]
         rows = info["prompt"][start : start + len(input_ids)]
         return input_ids, rows, {"done": start + len(input_ids)}
         """,
@@ -511,6 +542,8 @@ CASES = [
             "payload = info; payload['_omni_prompt_len'] = 3",
             "info.update({'_omni_is_prefill': False})",
             "info.update(_omni_is_prefill=False)",
+            "info.__setitem__('_omni_is_prefill', False)",
+            "for key in ('_omni_is_prefill', '_omni_prompt_len'): info[key] = 0",
             "info |= {'_omni_is_prefill': False}",
             "info = {**info, '_omni_is_prefill': False}",
             "info = info | {'_omni_is_prefill': False}",
@@ -590,6 +623,12 @@ CASES = [
         """,
     ),
     # -- the whole prompt
+    _case("the whole prompt, sliced from end to end", WHOLE, "return input_ids, info['prompt_embeds'][:], {}"),
+    _case(
+        "the whole prompt of the model",
+        WHOLE,
+        "return input_ids, self.prompts[info['request_id']].to(input_embeds), {}",
+    ),
     _case("the whole prompt", WHOLE, "return input_ids, info['prompt_embeds'], {}"),
     _case(
         "the whole prompt in prefill",
@@ -634,6 +673,18 @@ CASES = [
         "def same(self, a, b):\n    if a == b:\n        return\n    raise ValueError('no chunks')",
     ),
     _case(
+        "the whole prompt or an error for one of two reasons",
+        "whole-prompt note",
+        """
+        if info["_omni_is_prefill"]:
+            rows = info["embeds"]
+            if rows.ndim != 2 or rows.shape[0] != len(input_ids):
+                raise ValueError("no chunks")
+            return input_ids, rows, {}
+        return input_ids, info["next"].reshape(1, -1), {}
+        """,
+    ),
+    _case(
         "the whole prompt or an assertion",
         "whole-prompt note",
         """
@@ -646,6 +697,7 @@ CASES = [
     ),
     # -- mtp_inputs in prefill
     _case("always", MTP, "return input_ids, input_embeds, {'mtp_inputs': (self.zero, self.zero)}"),
+    _case("by dict", MTP, "return input_ids, input_embeds, dict(mtp_inputs=(self.zero, self.zero))"),
     _case(
         "in the prefill branch",
         MTP,
@@ -699,6 +751,11 @@ CASES = [
         "a shape",
         "",
         "rows = input_embeds\nif len(input_ids) == 1:\n    rows = rows.reshape(1, -1)\nreturn input_ids, rows, {}",
+    ),
+    _case(
+        "a shape in an expression",
+        "",
+        "rows = input_embeds.unsqueeze(0) if len(input_ids) == 1 else input_embeds\nreturn input_ids, rows, {}",
     ),
     _case("an expanded row", "", "rows = input_embeds.expand(len(input_ids), -1)\nreturn input_ids, rows, {}"),
     _case(
@@ -761,6 +818,24 @@ CASES = [
         meta["done"] = int(info["_omni_num_computed_tokens"])
         rows = info["prompt"][meta["done"] : meta["done"] + len(input_ids)]
         return input_ids, rows, {"meta": {"done": meta["done"] + len(input_ids)}}
+        """,
+    ),
+    _case(
+        "an offset of the runner's",
+        "",
+        """
+        at = info["duplex_token_offset"]
+        return input_ids, info["prompt"][at : at + len(input_ids)], {"length": len(input_ids)}
+        """,
+    ),
+    _case(
+        "mtp_inputs by state",
+        "",
+        """
+        updates = {}
+        if isinstance(info.get("last"), torch.Tensor):
+            updates["mtp_inputs"] = (info["last"], self.zero)
+        return input_ids, self.embed(input_ids), updates
         """,
     ),
     _case(
