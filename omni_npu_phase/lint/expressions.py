@@ -216,7 +216,7 @@ class Expressions(ABC):
     @staticmethod
     def _near(source: Source, module: str) -> bool:
         """Whether a module belongs to the package that the file is in."""
-        return module.startswith(".") or module.partition(".")[0] in {parent.name for parent in source.path.parents}
+        return module.startswith(".") or module.partition(".")[0] in source.packages
 
     def _eval_tuple(self, node: ast.Tuple | ast.List, frame: Frame) -> Value:
         if any(isinstance(each, ast.Starred) for each in node.elts):

@@ -23,7 +23,7 @@ class UnreadableError(ValueError):
     """A file, a module or a class that was asked for cannot be read; the message says which, and why."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Source:
     """A file's classes, functions, constants and imports."""
 
@@ -33,6 +33,11 @@ class Source:
     constants: dict[str, ast.expr] = field(default_factory=dict)
     imported: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Local names with the module, dots first where it is relative, and the name in it; "" for the module itself."""
+
+    @functools.cached_property
+    def packages(self) -> frozenset[str]:
+        """Names that the package which the file is in may have."""
+        return frozenset(parent.name for parent in self.path.parents)
 
     def found(self, written: str) -> tuple[Source, str] | None:
         """Where a name of another file is defined; None where what is there can have no hook.

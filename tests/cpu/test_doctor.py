@@ -81,6 +81,30 @@ def test_a_model_decides_the_exit_status(model: str, status: int, verdict: str, 
     assert told is (verdict != "safe")
 
 
+def test_lint_is_what_judges_a_model(here: dict[str, Any]) -> None:
+    """Its findings are in the report, and the reader is told how to see them."""
+    (look,) = _json("--model", FISH)[1]["model"]["looks"]
+    assert {(found["rule"], found["clause"], found["line"]) for found in look["findings"]} == {
+        ("span-phase", "M5", 385),
+        ("own-counter", "M4", 435),
+    }
+    told = "".join(_doctor("--model", FISH).stdout.replace("│", "").split())
+    assert f"omni-npu-phaselint{look['file']}" in told
+
+
+def test_a_model_that_breaks_another_clause(
+    here: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "return input_ids, info['prompt'], {}"
+    (tmp_path / "whole_prompt.py").write_text(
+        f"class M:\n    def preprocess(self, input_ids, **info):\n        {body}\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, report = _json("--model", "whole_prompt")
+    assert (status, report["verdict"]["model"]) == (1, "unsafe")
+    assert any("M, and a token budget" in advice and "does not take the rows" in advice for advice in report["change"])
+
+
 def test_what_is_no_model_is_not_safe(here: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the current folder, which the console script's path leaves out."""
     (tmp_path / "a_local_model.py").write_text("class M: pass\n", encoding="utf-8")

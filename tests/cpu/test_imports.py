@@ -39,6 +39,7 @@ def _python(code: str, **environment: str) -> str:
         "omni_npu_phase.plugin",
         "omni_npu_phase.doctor",
         "omni_npu_phase.look",
+        "omni_npu_phase.lint.files",
         "omni_npu_phase.conformance.scenarios",
         "omni_npu_phase.conformance.report",
     ],

@@ -44,35 +44,36 @@ def test_released_models(model: str, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "verdict", "lines"),
+    ("test", "verdict", "reason"),
     [
-        ("prefill = info['_omni_is_prefill']", FIELDS, "line 3"),
-        ("prefill = info['_omni_num_computed_tokens'] < info['_omni_prompt_len']", FIELDS, "line 3"),
-        ("prefill = info.get('_omni_is_prefill', len(input_ids) > 1)", FIELDS, "line 3"),
-        ("start = info['_omni_num_computed_tokens']", UNCLEAR, ""),
-        ("prefill = input_ids.shape[0] > 1", SPAN, "line 3"),
-        ("prefill = len(input_ids) != 1", SPAN, "line 3"),
-        ("prefill = input_embeds.size(0) >= 2", SPAN, "line 3"),
-        ("n = int(input_ids.numel())\n        prefill = 1 < n", SPAN, "line 4"),
-        (
-            "prefill = info['_omni_is_prefill']\n        p = prefill or input_ids.shape[0] > 1",
-            UNCLEAR,
-            "overrule it (line 4)",
-        ),
-        ("prefill = info['codes'].shape[0] > 1", UNCLEAR, ""),
-        ("prefill = input_ids.shape[0] > 0", UNCLEAR, ""),
-        ("pass", UNCLEAR, ""),
+        ("info['_omni_is_prefill']", FIELDS, "line 3"),
+        ("info['_omni_num_computed_tokens'] < info['_omni_prompt_len']", FIELDS, "line 3"),
+        ("info.get('_omni_is_prefill', len(input_ids) > 1)", FIELDS, "line 3; beside it span-phase (line 3)"),
+        ("info['_omni_num_computed_tokens']", UNCLEAR, "preprocess decides by neither"),
+        ("input_ids.shape[0] > 1", SPAN, "(line 3)"),
+        ("info['_omni_is_prefill'] or input_ids.shape[0] > 1", UNCLEAR, "lets its span overrule it (line 3)"),
+        ("info['codes'].shape[0] > 1", UNCLEAR, ""),
     ],
 )
 def test_ways_to_tell_a_phase(
-    body: str, verdict: str, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    test: str, verdict: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _write(
-        tmp_path, monkeypatch, f"class M:\n    def preprocess(self, input_ids, input_embeds, **info):\n        {body}\n"
-    )
+    hook = "def preprocess(self, input_ids, input_embeds, **info):"
+    _write(tmp_path, monkeypatch, f"class M:\n    {hook}\n        return self.a() if {test} else self.b()\n")
     (found,) = look.look_at("a_model:M")
     assert found.verdict == verdict, found
-    assert lines in found.reason
+    assert reason in found.reason
+    assert bool(found.findings) is (verdict == SPAN or "beside" in reason or "overrule" in reason)
+
+
+def test_another_fault_than_the_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "info['_omni_is_prefill'] = 1\n  return input_ids, 1, {}\n"
+    _write(tmp_path, monkeypatch, f"class M:\n def preprocess(self, input_ids, **info):\n  {body}")
+    (found,) = look.look_at("a_model:M")
+    assert (found.verdict, found.reason) == (
+        "breaks the contract",
+        "_omni_is_prefill is the runner's to write (line 3)",
+    )
 
 
 def _write(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
@@ -80,33 +81,11 @@ def _write(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.syspath_prepend(str(folder))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class M:\n def preprocess(self, input_ids): return self.a(input_ids)\n def a(self, input_ids): return {}",
-        "class M:\n def preprocess(self, input_ids): return a(input_ids)\ndef a(input_ids): return {}",
-        "class B:\n def a(self, input_ids): return {}\nclass M(B):\n def preprocess(self, ids): self.a(ids)",
-        "class I:\n def of(input_ids): return {}\nclass M:\n def preprocess(self, input_ids): return I.of(input_ids)",
-        "class M:\n def __init__(self): self.set_custom_preprocess(self.a)\n def a(self, input_ids): return {}",
-        "class M:\n def __init__(self): self.preprocess = self.a\n def a(self, input_ids): return {}",
-        "class M:\n def preprocess_decode_batch(self, input_ids): return {}",
-    ],
-    ids=["method", "function", "base", "another class", "custom", "assigned", "batched"],
-)
-def test_what_a_hook_reaches(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(tmp_path, monkeypatch, source.format("len(input_ids) == 1"))
-    (found,) = look.look_at("a_model:M")
-    assert found.verdict == SPAN
-
-
-def test_what_no_hook_reaches_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "class M:\n def preprocess(self, input_ids): pass\n def b(self, input_ids): return len(input_ids) == 1\n"
-    _write(tmp_path, monkeypatch, f"import a_module_that_is_nowhere\n{source}class N: pass\n")
-    (found,) = look.look_at("a_model")
-    assert (found.cls, found.verdict) == ("M", UNCLEAR)
-
-
-BASE = "class B:\n def preprocess(self, input_ids): return self.a(input_ids)\n def a(self, input_ids): return {}\n"
+BASE = """
+class B:
+    def preprocess(self, input_ids): return self.one(input_ids) if self.a(input_ids) else self.many(input_ids)
+    def a(self, input_ids): return len(input_ids) == 1
+"""
 
 
 @pytest.mark.parametrize(
@@ -128,13 +107,29 @@ BASE = "class B:\n def preprocess(self, input_ids): return self.a(input_ids)\n d
         ("class M(N): pass\nclass N(M): pass", NO_HOOK),
         ("class M(M): pass", NO_HOOK),
         ("from a_model import M\nclass N(M): pass\nclass M(N): pass", NO_HOOK),
+        ("from typing import Any\nclass M(Any):\n def preprocess(self, images): return 1", NO_HOOK),
     ],
 )
 def test_hooks_are_inherited(source: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_base.py").write_text(BASE.format("len(input_ids) == 1"), encoding="utf-8")
+    (tmp_path / "a_base.py").write_text(BASE, encoding="utf-8")
     _write(tmp_path, monkeypatch, source)
     (found,) = look.look_at("a_model:M")
     assert found.verdict == verdict, found
+
+
+def test_a_module_without_a_class_is_looked_at_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path, monkeypatch, f"import a_module_that_is_nowhere\n{BASE}class N: pass\n")
+    (found,) = look.look_at("a_model")
+    assert (found.cls, found.verdict) == ("B", SPAN)
+    _write(tmp_path, monkeypatch, "class N: pass\n")
+    (found,) = look.look_at("a_model")
+    assert (found.cls, found.verdict, found.registered) == ("a_model", NO_HOOK, False)
+
+
+def test_a_file_that_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path, monkeypatch, "class M(:\n")
+    with pytest.raises(look.UnknownModelError, match=r"a_model.py:1: no Python"):
+        look.look_at("a_model")
 
 
 def _checkpoint(folder: Path, *architectures: str) -> str:
