@@ -16,8 +16,8 @@ from omni_npu_phase.lint.rules import RULES
 EPILOG = (
     "An error is a fault on every runner; a fallback is right while the runner keeps the contract and no request is "
     "replayed; a note is worth knowing. To ignore a finding, write on its line, or alone on the line before it: "
-    "# omni-phase: ignore[rule] reason. Exit status: 0 no errors; 1 errors, or what --fail-on names; 2 something could "
-    "not be read, or wrong use."
+    "# omni-phase: ignore\\[rule] reason. Exit status: 0 no errors; 1 errors, or what --fail-on names; 2 something "
+    "could not be read, or wrong use."
 )
 
 
@@ -35,7 +35,7 @@ class FailOption(str, Enum):
 
 def lint(
     paths: Annotated[
-        list[Path] | None, typer.Argument(metavar="PATH...", help="Python files, and folders with them.")
+        list[Path] | None, typer.Argument(metavar="PATH", help="Python files, and folders with them.")
     ] = None,
     report_format: Annotated[FormatOption, typer.Option("--format", help="What to print.")] = FormatOption.text,
     fail_on: Annotated[FailOption, typer.Option(help="The least grave severity that gives exit status 1.")] = (

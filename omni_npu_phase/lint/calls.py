@@ -308,6 +308,8 @@ class Calls(Expressions):
                 (holder, list(given)) if holder.shape or not given or not given[0].shape else (given[0], given[1:])
             )
             return operations.size(name, of, [*rest, *named.values()])
+        if name == "prod" and given:
+            return operations.number(name, given)
         if name in operations.KEEPING_ROWS and given and given[0].shape is not None:
             return given[0]
         if name in operations.SAME_ROWS and (holder.shape is not None or name != "item"):

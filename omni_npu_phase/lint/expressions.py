@@ -405,6 +405,8 @@ class Expressions(ABC):
             return Value(span=holder.span, each=Value(span=holder.span, length_of=holder))
         if holder.items is not None and name in holder.items:
             return holder.items[name]
+        if name in contract.FIELDS and not holder.module:
+            return self._field(name, None, frame, Place(frame.source, frame.node))
         model = holder.instance or holder.made_by
         if model is not None:
             found = model.method(name)

@@ -69,10 +69,10 @@ def _text(path: Path, unread: list[str]) -> str | None:
 def _models_in(path: Path, unread: list[str]) -> list[Judged]:
     try:
         file = source.read(path)
+        found = [judge(Model.of(file, name)) for name in file.classes]
     except UnreadableError as error:
         unread.append(str(error))
         return []
-    found = (judge(Model.of(file, name)) for name in file.classes)
     return [judged for judged in found if judged is not None]
 
 
@@ -99,7 +99,9 @@ def _files_of(folder: Path, unread: list[str]) -> list[Path]:
 
     for where, folders, names in os.walk(folder.resolve(), onerror=failed):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        found += [Path(where, name) for name in sorted(names) if name.endswith(".py")]
+        here = (Path(where, name) for name in sorted(names) if name.endswith(".py"))
+        # A broken link is named as unread; a pipe would wait for its writer.
+        found += [path for path in here if path.is_file() or path.is_symlink()]
     if not found and not unread:
         raise UnreadableError(f"{folder}: there is no Python file (*.py) in it")
     return found

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from omni_npu_phase import contract
 from omni_npu_phase.lint.rules import SEVERITIES, Finding, Severity
-from omni_npu_phase.lint.source import Method, Model
+from omni_npu_phase.lint.source import Method, Model, UnreadableError, statements_in
 from omni_npu_phase.lint.trace import CHUNK, DECODE, LAST, LONG_DECODE, MIDDLE, ROWS, TAIL, WHOLE, Event, Test, Trace
 from omni_npu_phase.lint.values import Place, Value
 from omni_npu_phase.lint.walk import Walk
@@ -26,7 +26,6 @@ _KINDS = {
 """What the runner calls on a model, and how."""
 _CUSTOM = {"set_custom_preprocess": "preprocess", "set_custom_postprocess": "postprocess"}
 _DECIDING = {"preprocess", "decode_batch"}
-_PHASE = {contract.IS_PREFILL, contract.NUM_COMPUTED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,17 @@ class Judged:
 
 
 def judge(model: Model) -> Judged | None:
-    """Follow a class's hooks; None where it has none."""
+    """Follow a class's hooks; None where it has none.
+
+    Raises :class:`~omni_npu_phase.lint.source.UnreadableError` for code that is nested beyond Python's own limit.
+    """
     hooks = list(_hooks(model))
     if not any(kind in _DECIDING for kind, _ in hooks):
         return None
-    walked = [_walked(model, kind, method) for kind, method in hooks]
+    try:
+        walked = [_walked(model, kind, method) for kind, method in hooks]
+    except RecursionError as error:
+        raise UnreadableError(f"{model.source.path}: {model.name} is nested too deeply to be followed") from error
     advanced = {name for seen in walked for trace in (seen.with_fields, seen.without) for name in trace.advanced}
     found: dict[tuple[str, int, int, str], Finding] = {}
     reads: set[str] = set()
@@ -64,7 +69,7 @@ def judge(model: Model) -> Judged | None:
         seen.advanced.update(advanced)
         if seen.kind in _DECIDING:
             reads |= seen.with_fields.reads
-            by_phase |= {test.place.key: test.place for test in seen.with_fields.tests.values() if _by_phase(test)}
+            by_phase |= {place.key: place for place in seen.by_phase}
         for finding in (each for rule in RULES_IN_CODE for each in rule(seen)):
             place = (finding.path, finding.line, finding.column, finding.rule)
             known = found.get(place)
@@ -80,31 +85,45 @@ def _hooks(model: Model) -> Iterator[tuple[str, Method]]:
     """Hooks by name, and methods that the class makes its hooks itself, each once."""
     named: dict[tuple[str, int], tuple[str, Method]] = {}
     for kind, name in (*_set_by(model), *((kind, name) for name, kind in _KINDS.items())):
-        method = model.method(name)
+        method = model.method(name) or _function(model, name)
         if method is not None and not method.is_stub and (kind != "preprocess" or _takes_tokens(method)):
             named.setdefault((kind, id(method.node)), (kind, method))
     yield from named.values()
 
 
+def _function(model: Model, name: str) -> Method | None:
+    """A function of the class's own file, which the class makes its hook."""
+    source, cls = model.lineage[0]
+    node = source.functions.get(name) if name not in _KINDS else None
+    return None if node is None else Method(source, cls, node, free=True)
+
+
 def _set_by(model: Model) -> Iterator[tuple[str, str]]:
     """set_custom_preprocess(self.X), self.preprocess = self.X, setattr(self, "preprocess", self.X), preprocess = X."""
     for _, cls in model.lineage:
-        for node in ast.walk(cls):
+        for statement in statements_in(cls.body):
+            node = statement.value if isinstance(statement, ast.Expr) else statement
             name, value = "", None
-            if isinstance(node, ast.Call) and node.args:
+            if isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
-                name, value = _CUSTOM.get(called, ""), node.args[0]
-                if called == "setattr" and len(node.args) == 3:
-                    name, value = getattr(node.args[1], "value", ""), node.args[2]
+                given = [*node.args, *(keyword.value for keyword in node.keywords)]
+                if called in _CUSTOM and given:
+                    name, value = _CUSTOM[called], given[0]
+                elif called == "setattr" and len(given) == 3:
+                    name, value = getattr(given[1], "value", ""), given[2]
             elif isinstance(node, ast.Assign):
-                to = node.targets[0]
-                name, value = (
-                    getattr(to, "attr", "") or (to.id if isinstance(to, ast.Name) and node in cls.body else ""),
-                    node.value,
-                )
+                to, value = node.targets[0], node.value
+                own = isinstance(to, ast.Name) and node in cls.body
+                name = getattr(to, "id", "") if own else getattr(to, "attr", "")
             if name in _KINDS and value is not None:
-                written = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
-                yield _KINDS[name], written
+                yield _KINDS[name], _named(value)
+
+
+def _named(value: ast.expr) -> str:
+    """The function that is meant, also where something is made of it: ``torch.compile(self.X)``."""
+    while isinstance(value, ast.Call) and value.args:
+        value = value.args[0]
+    return getattr(value, "attr", "") or getattr(value, "id", "")
 
 
 def _takes_tokens(method: Method) -> bool:
@@ -113,7 +132,7 @@ def _takes_tokens(method: Method) -> bool:
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     if any("ids" in name or "token" in name for name in names):
         return True
-    return arguments.kwarg is not None and len(arguments.args) - ("staticmethod" not in method.decorators) <= 0
+    return arguments.kwarg is not None and len(arguments.args) <= method.is_bound
 
 
 def _walked(model: Model, kind: str, method: Method) -> Seen:
@@ -139,9 +158,14 @@ class Seen:
     """Names under which any hook of the model keeps something made from a span."""
 
     @property
-    def reads(self) -> bool:
-        """Whether the hook reads the phase, or the progress."""
-        return not self.with_fields.reads.isdisjoint(_PHASE)
+    def by_phase(self) -> list[Place]:
+        """Tests by which the hook tells the phase from the fields."""
+        return [test.place for test in self.with_fields.tests.values() if _by_phase(test)]
+
+    @property
+    def uses_fields(self) -> bool:
+        """Whether the hook tells its phase by the fields, or knows its progress."""
+        return bool(self.by_phase) or contract.NUM_COMPUTED in self.with_fields.reads
 
     def finding(self, rule: str, severity: Severity, place: Place, message: str) -> Finding:
         path, line, column = place.key
@@ -158,7 +182,7 @@ def span_phase(seen: Seen) -> Iterator[Finding]:
                 f"`{test.place.code}` decides between prefill and decode: a one-token tail of a prompt is taken for "
                 "decode",
             )
-        elif _by_whole_prompt(test) and not seen.reads:
+        elif _by_whole_prompt(test) and not seen.uses_fields:
             text = f"`{test.place.code}` decides between prefill and decode: a chunk of a prompt is taken for decode"
             yield seen.finding("span-phase", "error", test.place, text)
     for test in seen.without.tests.values():
@@ -210,14 +234,16 @@ def span_beside_phase(seen: Seen) -> Iterator[Finding]:
 
 
 def own_counter(seen: Seen) -> Iterator[Finding]:
-    for trace, severity in ((seen.with_fields, "fallback" if seen.reads else "error"), (seen.without, "fallback")):
+    grave: Severity = "fallback" if seen.uses_fields else "error"
+    traces: Sequence[tuple[Trace, Severity]] = ((seen.with_fields, grave), (seen.without, "fallback"))
+    for trace, severity in traces:
         for event in _of(trace, "slice", "consumed"):
             names = event.keys if event.kind == "consumed" else _counted(event.keys, seen)
             if event.row.is_prefill and names:
                 how = "is consumed from its front" if event.kind == "consumed" else f"begins at {_names(names)}"
                 yield seen.finding(
                     "own-counter",
-                    "error" if severity == "error" else "fallback",
+                    severity,
                     event.place,
                     f"`{event.place.code}` {how}, which the model counts on itself: after a preemption, or with "
                     "cached progress, it is another part of the prompt than the runner scheduled",
@@ -310,11 +336,3 @@ def _updates(kind: str, value: Value) -> Value | None:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
-
-
-def worst(findings: Iterable[Finding]) -> Mapping[Severity, int]:
-    """How many findings of each severity, gravest first."""
-    counts: dict[Severity, int] = dict.fromkeys(SEVERITIES, 0)
-    for finding in findings:
-        counts[finding.severity] += 1
-    return counts

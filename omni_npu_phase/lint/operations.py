@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda one, other: one not in other,
 }
 NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "prod": math.prod,
     "int": int,
     "float": float,
     "abs": abs,

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import sys
 import tokenize
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,10 @@ class Source:
 def read(path: Path) -> Source:
     """Parse a file. Raises :class:`UnreadableError`."""
     try:
-        tree = ast.parse(text_of(path))
+        with warnings.catch_warnings():
+            # Odd escapes in a string are not what was asked about.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text_of(path))
     except SyntaxError as error:
         raise UnreadableError(f"{path}:{error.lineno or 1}: no Python: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
@@ -97,7 +101,7 @@ def read(path: Path) -> Source:
             source.constants[node.targets[0].id] = node.value
         elif isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
             source.constants[node.target.id] = node.value
-    for inner in ast.walk(tree):
+    for inner in statements_in(tree.body):
         if isinstance(inner, ast.ImportFrom):
             module = "." * inner.level + (inner.module or "")
             source.imported.update({each.asname or each.name: (module, each.name) for each in inner.names})
@@ -107,6 +111,15 @@ def read(path: Path) -> Source:
                 bound = each.name if each.asname else each.name.partition(".")[0]
                 source.imported[each.asname or bound] = (bound, "")
     return source
+
+
+def statements_in(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements with those inside them, to any depth."""
+    for node in body:
+        yield node
+        for inside in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            for name in ("body", "orelse", "finalbody"):
+                yield from statements_in(getattr(inside, name, ()))
 
 
 def _of_module(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -218,6 +231,13 @@ class Method:
     source: Source
     cls: ast.ClassDef
     node: ast.FunctionDef | ast.AsyncFunctionDef
+    free: bool = False
+    """A function beside the class, which the class makes its hook."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether its first argument is the object."""
+        return not self.free and "staticmethod" not in self.decorators
 
     @property
     def decorators(self) -> set[str]:

@@ -42,7 +42,7 @@ class Walk(Calls):
             given = {"model_intermediate_buffer": Value(each=keywords, state=True)}
             given["req_infos"] = given["model_intermediate_buffer"]
         keywords.items = dict(given)
-        bound = None if "staticmethod" in method.decorators else self.this
+        bound = self.this if method.is_bound else None
         callee = Callee(method.source, method.node, method.cls, bound)
         names = [each.arg for each in (*method.node.args.posonlyargs, *method.node.args.args)][bound is not None :]
         # Model Runner V2 passes the tokens and their embeddings by position.

@@ -78,6 +78,8 @@ CASES = [
         the_function_numel="torch.numel(input_ids) > 1",
         an_axis_by_name="input_ids.size(dim=0) > 1",
         another_tensor="torch.as_tensor(input_ids).shape[0] > 1",
+        a_product="math.prod(input_ids.shape) > 1",
+        exclusive="not (input_ids.shape[0] ^ 1) == 0",
         as_text="str(len(input_ids)) != '1'",
         whole_prompts_only="len(input_ids) == info['_omni_prompt_len']",
         keyword_name="info['input_ids'].numel() > 1",
@@ -240,6 +242,30 @@ CASES = [
 
             def mine(self, input_ids, input_embeds, **info):
                 return self.prefill(info) if len(input_ids) > 1 else self.decode(info)
+        """,
+    ),
+    _case(
+        "a hook set by keyword",
+        SPAN,
+        """
+        class M(nn.Module):
+            def __init__(self):
+                self.set_custom_preprocess(preprocess_fn=torch.compile(self.mine))
+
+            def mine(self, input_ids, input_embeds, **info):
+                return self.prefill(info) if len(input_ids) > 1 else self.decode(info)
+        """,
+    ),
+    _case(
+        "a function for a hook",
+        SPAN,
+        """
+        def mine(input_ids, input_embeds, **info):
+            return prefill(info) if len(input_ids) > 1 else decode(info)
+
+        class M(nn.Module):
+            def __init__(self):
+                self.set_custom_preprocess(mine)
         """,
     ),
     _case(
@@ -508,6 +534,16 @@ CASES = [
         """
         if not info["_omni_is_prefill"]:
             return input_ids, info["next"].reshape(1, -1), {}
+        start = info.get("done", 0)
+        rows = info["prompt"][start : start + len(input_ids)]
+        return input_ids, rows, {"done": start + len(input_ids)}
+        """,
+    ),
+    _case(
+        "a counter beside a field that decides nothing",
+        COUNTER,
+        """
+        prefill = info["_omni_is_prefill"]
         start = info.get("done", 0)
         rows = info["prompt"][start : start + len(input_ids)]
         return input_ids, rows, {"done": start + len(input_ids)}
@@ -863,6 +899,7 @@ CASES = [
     _case(
         "a removed copy", "", "prefill = info.pop('_omni_is_prefill')\nreturn self.a(info) if prefill else self.b(info)"
     ),
+    _case("an object of the keywords", "", _TEST.format(test="Namespace(**info)._omni_is_prefill")),
     _case("passed on", "", "return self.talker.preprocess(input_ids=input_ids, input_embeds=input_embeds, **info)"),
     _case(
         "fields passed by name",

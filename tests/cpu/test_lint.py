@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from omni_npu_phase.lint.files import lint
 from omni_npu_phase.lint.findings import judge
 from omni_npu_phase.lint.report import Report
 from omni_npu_phase.lint.rules import RULES, SEVERITIES
-from omni_npu_phase.lint.source import Method, Model, UnreadableError, module_file, read
+from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError, module_file, read
 from omni_npu_phase.lint.trace import ROWS, Trace
 from omni_npu_phase.lint.walk import Walk
 from tests.cpu.lint_cases import CASES, SPAN, Case
@@ -244,8 +245,6 @@ class _Ids:
 
 
 def _models_of(source: str) -> Iterator[Model]:
-    from omni_npu_phase.lint.source import Source
-
     tree = ast.parse(source)
     file = Source(Path("a_model.py"), classes={each.name: each for each in tree.body if isinstance(each, ast.ClassDef)})
     yield from (Model.of(file, name) for name in file.classes)
@@ -352,12 +351,32 @@ def test_github(guessing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_and_rules_teach() -> None:
     text = " ".join(_lint("--help").stdout.split())
-    for words in ("Exit status", "--fail-on", "--rules", "--format", "omni-phase: ignore", "one-token tail"):
+    for words in (
+        "Exit status",
+        "--fail-on",
+        "--rules",
+        "--format",
+        "omni-phase: ignore[rule] reason",
+        "one-token tail",
+    ):
         assert words in text
     listed = "".join(_lint("--rules").stdout.split())
     for rule in RULES.values():
         assert rule.id in listed
         assert "".join(rule.fix.split())[:20] in listed
+
+
+def test_the_guide_says_what_lint_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hook is clean, and with the span in place of the field it is found as printed there."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "model.md").read_text(encoding="utf-8")
+    hook = guide.partition("```python\n")[2].partition("```")[0]
+    assert '        if info["_omni_is_prefill"]:' in hook
+    monkeypatch.chdir(tmp_path)
+    toy = tmp_path / "toy.py"
+    toy.write_text(f"from torch import nn\n\n\n{hook}", encoding="utf-8")
+    assert _lint("toy.py", "--fail-on", "note").exit_code == 0
+    toy.write_text(toy.read_text().replace('if info["_omni_is_prefill"]:', "if span > 1:"), encoding="utf-8")
+    assert _lint("toy.py").stdout in guide
 
 
 def _unreadable(folder: Path, content: bytes) -> Path:
@@ -372,6 +391,10 @@ def _unreadable(folder: Path, content: bytes) -> Path:
         (b"class M(:\n", "bad.py:1: no Python: "),
         (b"x = '\xff\xfe'\n", "bad.py: no Python text: "),
         (b"x = 1\0\n", "bad.py"),
+        (
+            b"class M:\n def preprocess(self, input_ids): return 1" + b"+1" * 700,
+            "M is nested too deeply to be followed",
+        ),
         (b"# coding: no-such-coding\n", "bad.py: no Python text: unknown encoding"),
     ],
 )
@@ -418,6 +441,16 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     result = _lint(tmp_path)
     assert result.exit_code == 2
     assert "Permission denied" in result.stderr
+
+
+def test_links_to_nowhere_and_pipes(tmp_path: Path, guessing: Path) -> None:
+    """The first is named; the second is no file, and is not waited for."""
+    (tmp_path / "gone.py").symlink_to("nowhere.py")
+    os.mkfifo(tmp_path / "pipe.py")
+    result = _lint(tmp_path)
+    assert result.exit_code == 2
+    assert "gone.py: No such file or directory" in "".join(result.stderr.splitlines())
+    assert "1 model with hooks in 2 files" in result.stdout
 
 
 def test_hidden_folders_and_caches_are_left_out(tmp_path: Path) -> None:
@@ -467,17 +500,20 @@ class M:
 # ---- mutants
 
 
-def _mistakes(folder: Path) -> list[str]:
-    """What of all that is promised above does not hold."""
-    wrong = []
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, Source]]:
+    folder = tmp_path_factory.mktemp("cases")
     for number, case in enumerate(CASES):
         (folder / f"m{number}.py").write_text(case.source, encoding="utf-8")
-    read.cache_clear()
-    for number, case in enumerate(CASES):
-        file = read(folder / f"m{number}.py")
+    return [(case, read(folder / f"m{number}.py")) for number, case in enumerate(CASES)]
+
+
+def _mistakes(sources: list[tuple[Case, Source]]) -> list[str]:
+    """What of the cases above does not hold."""
+    wrong = []
+    for case, file in sources:
         judged = [found for name in file.classes if (found := judge(Model.of(file, name))) is not None]
-        found = {f"{each.rule} {each.severity}" for one in judged for each in one.findings}
-        if found != case.found:
+        if {f"{each.rule} {each.severity}" for one in judged for each in one.findings} != case.found:
             wrong.append(case.name)
     return wrong
 
@@ -525,14 +561,14 @@ def _walked_with_fields(model: Model, kind: str, method: Method) -> findings.See
     return findings.Seen(model, kind, trace, Trace())
 
 
-def test_nothing_is_wrong_without_a_mutant(tmp_path: Path) -> None:
-    assert _mistakes(tmp_path) == []
+def test_nothing_is_wrong_without_a_mutant(sources: list[tuple[Case, Source]]) -> None:
+    assert _mistakes(sources) == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_seen(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_seen(mutant: str, sources: list[tuple[Case, Source]], monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[mutant](monkeypatch)
-    assert _mistakes(tmp_path)
+    assert _mistakes(sources)
 
 
 def test_unreadable_sources_are_named() -> None:
