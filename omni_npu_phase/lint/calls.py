@@ -229,6 +229,9 @@ class Calls(Expressions):
             made.items, made.live = dict(first.items or {}), False
             self._update(made, [], {key: named[key] for key in named if first.keywords}, place, frame)
             return self._dict(made, named, frame, place)
+        if name in ("slice", "range") and len(given) >= 2:
+            self._sliced(first, given[1], place, frame)
+            return derived(given)
         if name in ("list", "tuple", "reversed", "sorted"):
             return copied(first) if name in ("list", "tuple") else derived(given)
         if name == "enumerate" or name == "zip":

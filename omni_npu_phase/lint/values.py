@@ -151,7 +151,7 @@ def joined(one: Value, other: Value) -> Value:
         elements = [joined(left, right) for left, right in zip(one.elements, other.elements, strict=True)]
     items = one.items if one.items is other.items else None
     if items is None and (one.items or other.items):
-        items = {**(one.items or {}), **(other.items or {})}
+        items = _joined_items(one, other)
     shape = one.shape
     if shape is not None:
         known = other.shape is not None and [concrete(size) for size in shape] == [concrete(s) for s in other.shape]
@@ -185,6 +185,17 @@ def joined(one: Value, other: Value) -> Value:
             each for value in (one, other) for each in value.alternatives or [value] if each.elements is not None
         ),
     )
+
+
+def _joined_items(one: Value, other: Value) -> dict[str, Value]:
+    """By key; what is kept for the request may have any key."""
+    items: dict[str, Value] = {}
+    for key in {**(one.items or {}), **(other.items or {})}:
+        sides = [(side.items or {}).get(key) for side in (one, other)]
+        kept = [Value(state=True, keys=frozenset({key})) if side.state else None for side in (one, other)]
+        left, right = (value or instead for value, instead in zip(sides, kept, strict=True))
+        items[key] = joined(left, right) if left is not None and right is not None else left or right or Value()
+    return items
 
 
 def _once(values: Iterable[Value]) -> list[Value]:

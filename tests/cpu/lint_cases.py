@@ -21,9 +21,8 @@ def _case(name: str, found: str, body: str, more: str = "") -> Case:
     text = textwrap.dedent(body).strip("\n")
     if "class M" not in text:
         hook = "def preprocess(self, input_ids, input_embeds=None, **info):"
-        text = (
-            f"class M:\n    {hook}\n{textwrap.indent(text, ' ' * 8)}\n{textwrap.indent(textwrap.dedent(more), '    ')}"
-        )
+        own = textwrap.indent(textwrap.dedent(more), "    ")
+        text = f"class M:\n    {hook}\n{textwrap.indent(text, ' ' * 8)}\n{own}"
     return Case(name, wanted, text + "\n")
 
 
@@ -519,6 +518,26 @@ CASES = [
                 return {"done": info["done"] + hidden_states.shape[0]}
         """,
     ),
+    *[
+        _case(
+            f"a counter: {rows}",
+            COUNTER,
+            f"""
+            meta = info.get("meta") or {{"done": 0}}
+            start = meta["done"]
+            rows = {rows}
+            meta["done"] += len(input_ids)
+            return input_ids, rows, {{"meta": meta}}
+            """,
+            "def rows(self, prompt, start, n):\n    return prompt[start : start + n]",
+        )
+        for rows in (
+            "self.rows(info['prompt'], start, len(input_ids))",
+            "info['prompt'][slice(start, start + len(input_ids))]",
+            "info['prompt'][list(range(start, start + len(input_ids)))]",
+            "info['prompt'].index_select(0, torch.arange(start, start + len(input_ids)))",
+        )
+    ],
     _case(
         "a prompt that is consumed",
         COUNTER,
@@ -771,9 +790,6 @@ CASES = [
         the_lengths_in_the_other_order="info['_omni_prompt_len'] > int(info['_omni_num_computed_tokens'])",
         empty="input_ids.shape[0] == 0",
         another_length="info['codes'].shape[0] > 1",
-        the_end_of_the_prompt="info['_omni_num_computed_tokens'] + len(input_ids) >= info['_omni_prompt_len']",
-        the_beginning="info['_omni_num_computed_tokens'] == 0",
-        state="'state' not in info",
     ),
     _case(
         "a required span",
@@ -938,6 +954,38 @@ CASES = [
                 if len(images) == 1:
                     return self.one(images)
                 return self.many(images)
+        """,
+    ),
+    # -- wrong, and not seen: neither the span nor a counter decides here
+    *[
+        _case(f"unseen: {name}", "", _TEST.format(test=test))
+        for name, test in {
+            "first call": "'state' not in info",
+            "first chunk": "info['_omni_num_computed_tokens'] == 0",
+            "by token": "input_ids[0] == self.audio_token",
+            "by a library": "np.count_nonzero(input_ids) > 1",
+        }.items()
+    ],
+    _case(
+        "unseen: what forward does",
+        "",
+        """
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return input_ids, input_embeds, {}
+
+            def forward(self, input_ids, **kwargs):
+                return self.prefill() if input_ids.shape[0] > 1 else self.decode()
+        """,
+    ),
+    _case(
+        "unseen: a counter that is a length",
+        "",
+        """
+        seen = self.seen[info["request_id"]]
+        rows = info["prompt"][len(seen) : len(seen) + len(input_ids)]
+        seen.extend(input_ids.tolist())
+        return input_ids, rows, {}
         """,
     ),
     _case(
