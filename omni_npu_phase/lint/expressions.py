@@ -29,6 +29,8 @@ class Frame:
     env: dict[str, Value] = field(default_factory=dict)
     scope: Frame | None = None
     returned: list[Value] = field(default_factory=list)
+    shared: set[str] = field(default_factory=set)
+    """Names that it declares global or nonlocal."""
     lengths: list[Value] = field(default_factory=list)
     """Lengths that were compared in a test whose one side returned."""
 
@@ -106,6 +108,8 @@ class Expressions(ABC):
     def _assign(self, target: ast.expr, value: Value, frame: Frame) -> None:
         if isinstance(target, ast.Name):
             frame.env[target.id] = value
+            if target.id in frame.shared:
+                self._escaped([value], frame)
         elif isinstance(target, (ast.Tuple, ast.List)):
             known = value.elements
             if known is not None and len(known) == len(target.elts):
@@ -123,6 +127,7 @@ class Expressions(ABC):
                 self._store(holder, key.const, value, Place(frame.source, target), frame)
             elif holder.module or holder.state:
                 self._kept(holder.keys, value)
+                self._escaped([value], frame)
         elif isinstance(target, ast.Attribute):
             self._store(self._eval(target.value, frame), target.attr, value, Place(frame.source, target), frame)
 

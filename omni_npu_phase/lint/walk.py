@@ -118,6 +118,8 @@ class Walk(Calls):
             for gone in node.targets:
                 if isinstance(gone, ast.Subscript):
                     self._removed(self._eval(gone.value, frame), self._eval(gone.slice, frame), gone, frame)
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            frame.shared |= set(node.names)
         elif isinstance(node, (ast.Break, ast.Continue)):
             return "loop"
         return "next"

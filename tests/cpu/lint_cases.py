@@ -139,6 +139,9 @@ CASES = [
         SPAN,
         "self.many = len(input_ids) > 1\nreturn input_ids, input_embeds, {}",
     ),
+    _case("kept by request", SPAN, "self.many[info['request_id']] = len(input_ids) > 1\nreturn input_ids, None, {}"),
+    _case("a global", SPAN, "global MANY\nMANY = len(input_ids) > 1\nreturn input_ids, input_embeds, {}"),
+    _case("a partial call", SPAN, "return functools.partial(self.rows, len(input_ids) > 1)(info)"),
     _case("an argument of a layer", SPAN, "return self.talker.embed(input_ids, prefill=len(input_ids) > 1)"),
     _case("a nested function", SPAN, "def many():\n    return len(input_ids) > 1" + _TEST.format(test="many()")),
     _case("a dispatch by index", SPAN, "return [self.decode, self.prefill][len(input_ids) > 1](input_ids, info)"),
@@ -860,6 +863,57 @@ CASES = [
         start = info["_omni_num_computed_tokens"]
         end = start + len(input_ids)
         return input_ids, info["prompt"][start:end], {"prompt": info["prompt"], "end": end}
+        """,
+    ),
+    _case(
+        "the runner's progress, padded",
+        "",
+        """
+        span = len(input_ids)
+        if not info["_omni_is_prefill"]:
+            return input_ids, self.embed(input_ids), {}
+        start = max(0, int(info["_omni_num_computed_tokens"]) - self.prefix)
+        rows = info["prompt"][start : start + span]
+        if rows.shape[0] < span:
+            rows = torch.cat([rows, self.pad.expand(span - rows.shape[0], -1)])
+        return input_ids, rows, {"prompt": info["prompt"]}
+        """,
+    ),
+    _case(
+        "the runner's progress beside a statistic",
+        "",
+        """
+        meta = info.get("meta", {})
+        start = info["_omni_num_computed_tokens"]
+        rows = torch.narrow(info["prompt"], 0, start, len(input_ids))
+        return input_ids, rows, {"meta": {"tokens": meta.get("tokens", 0) + len(input_ids)}}
+        """,
+    ),
+    _case(
+        "frames that were not yet handed out",
+        "",
+        """
+        state = self.states[info["request_id"]]
+        new = state.frames[state.emitted :]
+        state.emitted = len(state.frames)
+        return input_ids, self.embed(input_ids), {"codes": new}
+        """,
+    ),
+    _case(
+        "windows inside the span",
+        "",
+        """
+        for at in range(0, len(input_ids), 16):
+            self.window(input_embeds[at : at + 16])
+        return input_ids, input_embeds, {}
+        """,
+    ),
+    _case(
+        "the phase in a state of its own",
+        "",
+        """
+        self.phase = info["_omni_is_prefill"]
+        return self.prefill(info) if self.phase else self.decode(info)
         """,
     ),
     _case(

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from omni_npu_phase.cli import app
 from omni_npu_phase.contract import CLAUSES
-from omni_npu_phase.lint import expressions, findings, ignores, operations, values, walk
+from omni_npu_phase.lint import expressions, files, findings, ignores, operations, values, walk
 from omni_npu_phase.lint.files import lint
 from omni_npu_phase.lint.findings import judge
 from omni_npu_phase.lint.report import Report
@@ -264,29 +264,52 @@ _GUESS = "class M:\n    def preprocess(self, input_ids, **info):\n{before}      
 _GUESS += "            return self.a(info)\n        return self.b(info)\n"
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "found", "ignored"),
-    [
-        ("", "  # omni-phase: ignore[span-phase] the stage never chunks", set(), 1),
-        ("        # omni-phase: ignore[span-phase] the stage never chunks\n", "", set(), 1),
-        ("        # omni-phase: ignore[span-phase] never chunks\n        # another comment\n\n", "", set(), 1),
-        ("", "  # omni-phase: ignore[own-counter, span-phase] never chunks", {"unused-ignore note"}, 1),
-        ("", "  # omni-phase: ignore[span-phase]", {SPAN, "ignore-reason error"}, 0),
-        ("", "  # omni-phase: ignore never chunks", {SPAN, "ignore-reason error"}, 0),
-        ("", "  # omni-phase: ignore[] never chunks", {SPAN, "ignore-reason error"}, 0),
-        ("", "  # omni-phase: ignored[span-phase] never chunks", {SPAN, "ignore-reason error"}, 0),
-        ("", "  # omni-phase: ignore[own-counter] never chunks", {SPAN, "unused-ignore note"}, 0),
-        ("", "  # omni-phase: ignore[no-such-rule] never chunks", {SPAN, "unused-ignore note"}, 0),
-        ("        x = '# omni-phase: ignore[span-phase] in a string'\n", "", {SPAN}, 0),
-        ("        # omni-phase: ignore[span-phase] too early\n        x = 1\n", "", {SPAN, "unused-ignore note"}, 0),
-    ],
-)
+IGNORES: list[tuple[str, str, set[str], int]] = [
+    ("", "  # omni-phase: ignore[span-phase] the stage never chunks", set(), 1),
+    ("        # omni-phase: ignore[span-phase] the stage never chunks\n", "", set(), 1),
+    ("        # omni-phase: ignore[span-phase] never chunks\n        # another comment\n\n", "", set(), 1),
+    ("", "  # omni-phase: ignore[own-counter, span-phase] never chunks", {"unused-ignore note"}, 1),
+    ("", "  # omni-phase: ignore[span-phase]", {SPAN, "ignore-reason error"}, 0),
+    ("", "  # omni-phase: ignore never chunks", {SPAN, "ignore-reason error"}, 0),
+    ("", "  # omni-phase: ignore[] never chunks", {SPAN, "ignore-reason error"}, 0),
+    ("", "  # omni-phase: ignored[span-phase] never chunks", {SPAN, "ignore-reason error"}, 0),
+    ("", "  # omni-phase: ignore[own-counter] never chunks", {SPAN, "unused-ignore note"}, 0),
+    ("", "  # omni-phase: ignore[no-such-rule] never chunks", {SPAN, "unused-ignore note"}, 0),
+    ("        x = '# omni-phase: ignore[span-phase] in a string'\n", "", {SPAN}, 0),
+    ("        # omni-phase: ignore[span-phase] too early\n        x = 1\n", "", {SPAN, "unused-ignore note"}, 0),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "found", "ignored"), IGNORES)
 def test_ignore_comments(before: str, after: str, found: set[str], ignored: int, tmp_path: Path) -> None:
     report = _linted(tmp_path, model=_GUESS.format(before=before, after=after))
     assert _found(report) == found
     assert len(report.ignored) == ignored
     for each, reason in report.ignored:
         assert (each.rule, "never" in reason) == ("span-phase", True)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        (ignores.Ignore, "acts", True),
+        (ignores.Ignore, "acts", False),
+        (ignores, "RULES", {}),
+        (files, "apply", lambda path, comments, found: (list(found), [], [])),
+        (files, "ignores_in", lambda text: []),
+    ],
+    ids=["any comment acts", "none acts", "no rule is known", "nothing is applied", "no comment is read"],
+)
+def test_mutants_of_ignoring_are_seen(
+    mutant: tuple[Any, str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*mutant)
+    wrong = 0
+    for before, after, found, ignored in IGNORES:
+        report = _linted(tmp_path, model=_GUESS.format(before=before, after=after))
+        wrong += (_found(report), len(report.ignored)) != (found, ignored)
+    told = _linted(tmp_path, model=_GUESS.format(before="", after="  # omni-phase: ignore[own-counter] why"))
+    assert wrong or "there is no own-counter to ignore here" not in told.to_text()
 
 
 def test_a_comment_without_a_model_is_unused(tmp_path: Path) -> None:
