@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
     from omni_npu_phase.buffers.base import BufferHelper
 
-_MODULES = {"cpu": "omni_npu_phase.buffers.cpu", "npu": "omni_npu_phase.buffers.ascend"}
+_MODULES = {
+    "cpu": "omni_npu_phase.buffers.cpu",
+    "cuda": "omni_npu_phase.buffers.cuda",
+    "npu": "omni_npu_phase.buffers.ascend",
+}
 
 
 def for_device(device: torch.device) -> BufferHelper:

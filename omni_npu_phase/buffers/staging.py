@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from omni_npu_phase.buffers.base import BufferHelper
+
 _SLOTS = 4
 _SMALLEST = 4096
 
@@ -47,7 +49,8 @@ class PinnedStaging:
         dest.copy_(staged, non_blocking=True)
         if slot.event is None:
             slot.event = self._module.Event()
-        slot.event.record()
+        # The copy is on the stream of its own device, which need not be the current one.
+        slot.event.record(self._module.current_stream(self._device))
 
     def _free_slot(self, size: int) -> _Slot:
         slot = self._slots[self._turn]
@@ -57,3 +60,25 @@ class PinnedStaging:
         if slot.memory.numel() < size:
             slot.memory = torch.empty(max(_SMALLEST, 2 * size), dtype=torch.uint8, pin_memory=True)
         return slot
+
+
+class StagedBufferHelper(BufferHelper):
+    """For devices that work while the host goes on: uploads go through rotating pinned memory, without a wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._staging = PinnedStaging(device)
+        self._index = torch.empty(0, dtype=torch.int64, device=device)
+
+    def _stage(self, values: list[int]) -> torch.Tensor:
+        if len(values) > self._index.numel():
+            self._index = torch.empty(max(64, 2 * len(values)), dtype=torch.int64, device=self.device)
+        index = self._index[: len(values)]
+        self._staging.upload(index, torch.tensor(values, dtype=torch.int64))
+        return index
+
+    def copy(self, dest: torch.Tensor, source: torch.Tensor) -> None:
+        if source.device.type == "cpu":
+            self._staging.upload(dest, source)
+        else:
+            dest.copy_(source)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffer helper for CUDA devices: what is on its way to the host must be waited for, and what is captured is replayed.
+
+A copy from the device to pinned memory returns before it is done; one to pageable memory makes the host wait inside it.
+A captured copy from the host is replayed from the same address, whatever lies there by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from omni_npu_phase.buffers.staging import StagedBufferHelper
+
+
+class CudaBufferHelper(StagedBufferHelper):
+    """Copies go both ways through pinned memory on the current stream; the host waits once, for its results.
+
+    Copies within the device may be captured into a graph. What would cross between host and device raises RuntimeError
+    then, before anything is done.
+    """
+
+    def _stage(self, values: list[int]) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            _refuse("a row index")
+        return super()._stage(values)
+
+    def copy(self, dest: torch.Tensor, source: torch.Tensor) -> None:
+        if source.device.type == "cpu" and torch.cuda.is_current_stream_capturing():
+            _refuse("a host tensor")
+        super().copy(dest, source)
+
+    def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not blocks:
+            return []
+        if torch.cuda.is_current_stream_capturing():
+            _refuse("results for the host")
+        joined = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+        # Of its own, for another thread may fetch at the same time; torch keeps freed pinned memory for the next.
+        arrived = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+        arrived.copy_(joined, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        done.synchronize()
+        return list(torch.split(arrived, [block.numel() for block in blocks]))
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(f"{what} cannot be captured into a CUDA graph: a replay would not see what it holds then")
+
+
+HELPER = CudaBufferHelper
