@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 DEVICE = torch.device("cuda:1")
 """Not the current device: what is recorded on the current device's stream says nothing about this one's."""
 _READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "equal", "__repr__")
+_QUESTIONS = ("numel", "element_size", "dim", "size", "stride", "data_ptr", "is_contiguous", "untyped_storage")
+_VIEWS = ("view", "detach", "split", "unbind", "__getitem__")
 _GARBAGE = 0xA5
 
 
@@ -202,7 +204,9 @@ class FakeCuda(TorchFunctionMode):
         if name in _READS:
             self.wait()
             return func(*args, **kwargs)
-        self.advance()
+        asks = name in _QUESTIONS or name.endswith("__get__")
+        if not asks and not (name in _VIEWS and len(given) == 1):
+            self.advance()
         versions = [tensor._version for tensor in given]
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and self._kind(leaf) == "host"]

@@ -8,7 +8,7 @@ A captured copy from the host is replayed from the same address, whatever lies t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,7 +41,7 @@ class CudaBufferHelper(StagedBufferHelper):
         # Of its own, for another thread may fetch at the same time; torch keeps freed pinned memory for the next.
         arrived = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
         arrived.copy_(joined, non_blocking=True)
-        done = torch.cuda.Event()
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.device))
         done.synchronize()
         return list(torch.split(arrived, [block.numel() for block in blocks]))
