@@ -110,7 +110,7 @@ class FakeCuda(TorchFunctionMode):
     def advance(self, until: int | None = None) -> None:
         """The device works through the copies that were issued."""
         until = len(self.issued) if until is None else until
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
             for copy in self.issued[self.read : until]:
                 if self._kind(copy.dest) == "device":
                     copy.dest.copy_(copy.source)
@@ -120,7 +120,7 @@ class FakeCuda(TorchFunctionMode):
 
     def show(self, until: int) -> None:
         """The host knows that these copies are done, and sees what they brought."""
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
             for copy in self.issued[self.shown : until]:
                 if copy.arrived is not None:
                     copy.dest.copy_(copy.arrived)
@@ -207,13 +207,12 @@ class FakeCuda(TorchFunctionMode):
         asks = name in _QUESTIONS or name.endswith("__get__")
         if not asks and not (name in _VIEWS and len(given) == 1):
             self.advance()
-        versions = [tensor._version for tensor in given]
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and self._kind(leaf) == "host"]
         for tensor in made:
             self._remember(tensor, "device")
         # Views and questions launch nothing.
-        if made or versions != [tensor._version for tensor in given]:
+        if made or "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             self.counts.kernels += 1
         return result
 

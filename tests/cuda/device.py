@@ -14,6 +14,7 @@ from tests import fake_cuda
 from tests.fake_cuda import Counts
 
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
 _COUNTED = "counted"
 _BUSY_CYCLES = 100_000_000
 """About 50 ms: longer than the host needs for what a test does meanwhile."""
@@ -93,18 +94,16 @@ class StandIn(fake_cuda.FakeCuda):
 
 
 def count(events: Iterable[Any], counts: Counts) -> None:
-    """Add up a profile: what the device did in all of it, and what the host waited for in the block that is counted."""
+    """Add up a profile: what was launched and waited for in the block that is counted, and every copy."""
     events = list(events)
     on_host = [event for event in events if event.device_type.name == "CPU"]
     block = next(event.time_range for event in on_host if event.name == _COUNTED)
     for event in on_host:
-        counts.waits += event.name in _WAITS and block.start <= event.time_range.start <= block.end
+        if block.start <= event.time_range.start <= block.end:
+            counts.waits += event.name in _WAITS
+            counts.kernels += event.name.startswith(_LAUNCHES)
     for event in events:
-        if event.device_type.name != "CUDA" or event.name == _COUNTED:
-            continue
-        if event.name.startswith("Memcpy HtoD"):
-            counts.to_device += 1
-        elif event.name.startswith("Memcpy DtoH"):
-            counts.to_host += 1
-        else:
-            counts.kernels += 1
+        if event.device_type.name == "CUDA":
+            # The device may come to a copy when the block has ended.
+            counts.to_device += event.name.startswith("Memcpy HtoD")
+            counts.to_host += event.name.startswith("Memcpy DtoH")
