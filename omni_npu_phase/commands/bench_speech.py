@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``omni-npu-phase bench-speech``: how fast the whole pipeline speaks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from omni_npu_phase.commands import console
+
+EPILOG = (
+    "Exit status: 0 it was measured; 2 it could not be, with the reason. Numbers are of this machine at this moment: "
+    "its load average stands beneath the tables."
+)
+
+
+def bench_speech(
+    requests: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=256, metavar="N", help="Concurrent requests; may be repeated; 1, 8, 32 when left out."),
+    ] = None,
+    frames: Annotated[int, typer.Option(min=2, metavar="N", help="Of each of these requests.")] = 24,
+    neighbours: Annotated[
+        int, typer.Option(min=1, max=15, metavar="N", help="Requests that speak while a long prompt comes.")
+    ] = 4,
+    long_prompt: Annotated[
+        int, typer.Option("--long", min=400, max=4000, metavar="N", help="Characters of the long prompt.")
+    ] = 1200,
+    budget: Annotated[
+        int, typer.Option(min=16, max=256, metavar="N", help="Tokens a step where the long prompt is chunked.")
+    ] = 64,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="How often everything is measured.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the report as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
+) -> None:
+    """Measure frames a second and first-audio latency of a tiny Qwen3-TTS on this CPU, through the whole pipeline.
+
+    The released runner beside the mixin, at several numbers of concurrent requests; and a long prompt that comes while
+    others speak, chunked beside unchunked, both with the mixin.
+    """
+    try:
+        from omni_npu_phase.speech import throughput
+        from omni_npu_phase.speech.engine import EngineError
+        from omni_npu_phase.testing import tiny_qwen3_tts
+    except ImportError as error:
+        if error.name not in ("matplotlib", "psutil"):
+            raise
+        console.stop(f"bench-speech needs {error.name}; pip install 'omni-npu-phase[speech]'")
+    with console.progress() as say:
+        try:
+            say("the tiny checkpoint")
+            options = throughput.Options(
+                tiny_qwen3_tts.cached(),
+                requests=tuple(dict.fromkeys(requests or throughput.REQUESTS)),
+                frames=frames,
+                rounds=rounds,
+                neighbours=neighbours,
+                long_prompt=long_prompt,
+                budget=budget,
+            )
+            report = throughput.run(options, say)
+        except (EngineError, RuntimeError, OSError) as error:
+            if debug:
+                sys.stderr.write(getattr(error, "log", ""))
+            console.stop(str(error))
+    if as_json:
+        console.write_text(report.to_json(), None)
+    else:
+        console.write(_tables(report), None)
+
+
+def _tables(report: Any) -> list[Table | str]:
+    concurrent = Table(title="Concurrent requests: the released runner beside the mixin", title_justify="left")
+    for header in ("requests", "runner", "frames/s", "against released", "first audio, ms"):
+        concurrent.add_column(header, justify="left" if header == "runner" else "right")
+    for row in report.concurrent:
+        rate, ratio, first = row.frames_per_second, row.ratio, row.first_audio_seconds
+        concurrent.add_row(str(row.requests), row.runner, _spread(rate), _spread(ratio, digits=2), _ms(first))
+    long_prompt = Table(title="A long prompt comes while others speak", title_justify="left")
+    for header in ("prefill", "tokens a step", "P", "steps", "usual gap, ms", "longest gap, ms", "its first audio, ms"):
+        long_prompt.add_column(header, justify="left" if header == "prefill" else "right")
+    for row in report.long_prompt:
+        gaps = (_ms(row.usual_gap_seconds), _ms(row.longest_gap_seconds))
+        steps = _spread(row.reading_steps, digits=0)
+        long_prompt.add_row(
+            row.prefill, str(row.budget), str(row.prompt_len), steps, *gaps, _ms(row.first_audio_seconds)
+        )
+    runtime, options = report.runtime, report.options
+    before, after = (" ".join(f"{value:.1f}" for value in load) for load in runtime["load_average"].values())
+    lines = [
+        f"Median (least to most) of {options.rounds} rounds; first audio of concurrent requests: of all requests.",
+        f"Gaps: between two frames of one of {options.neighbours} neighbours, whose talker records its steps.",
+        ", ".join(f"{name} {version}" for name, version in runtime["packages"].items())
+        + f"; {runtime['cores']} cores, load average {before} before, {after} after",
+    ]
+    return [concurrent, "", long_prompt, "", *map(console.escape, lines)]
+
+
+def _spread(value: Any, factor: float = 1, digits: int = 1) -> str:
+    median, least, most = (f"{number * factor:.{digits}f}" for number in (value.median, value.least, value.most))
+    return median if least == most else f"{median} ({least} to {most})"
+
+
+def _ms(value: Any) -> str:
+    return _spread(value, factor=1000, digits=0)
