@@ -172,9 +172,8 @@ class FakeCuda(TorchFunctionMode):
         if "device" not in (here, target) or (devices and devices[0].type not in ("cpu", "cuda")):
             return func(*args, **kwargs)
         # One side is pageable memory, so the host waits; a cast is done where the source is.
-        source = tensor.to(dtype)
-        if here == "device":
-            self._remember(source, here)
+        self.advance()
+        source = self._remember(tensor.to(dtype), here)
         return self._copy(self._remember(torch.empty(tensor.shape, dtype=dtype), target), source)
 
     def _copy(self, dest: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

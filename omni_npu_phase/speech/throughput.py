@@ -140,7 +140,7 @@ def _engines(
             engines.append(LoadedEngine(spec, own))
             stack.callback(engines[-1].close)
         for engine in engines:
-            say(f"starting: {engine.spec.name}")
+            say(f"starting the {engine.spec.name} engine")
             starts[engine.spec.name] = round(engine.wait(), 1)
             # The first request of an engine takes longer than any other.
             engine.speak([Ask("first", _TEXT, 2)])
