@@ -25,6 +25,15 @@ def _helper(device: Device) -> CudaBufferHelper:
     return made
 
 
+def _warm(helper: CudaBufferHelper) -> CudaBufferHelper:
+    """Have pinned memory allocated: that waits for the device, and so would hide what is used too early."""
+    memory = torch.zeros(64, 16, device=helper.device, dtype=torch.int64)
+    for _ in range(4):
+        helper.copy(memory, torch.zeros(64, 16))
+    helper.fetch([helper.pack([memory, memory])])
+    return helper
+
+
 def _scattered(rows: int) -> list[int]:
     return [3 * row + 1 for row in range(rows)][::-1] if rows > 1 else [5]
 
@@ -72,7 +81,7 @@ def test_an_index_is_uploaded_once(rows: int, device: Device) -> None:
 
 def check_writes(rows: int, device: Device) -> None:
     """The host writes rows and goes on, and may use its own memory again at once."""
-    helper = _helper(device)
+    helper = _warm(_helper(device))
     dest = torch.zeros(200, 4, device=device.torch, dtype=torch.bfloat16)
     source = torch.ones(rows, 4, device=device.torch)
     located = helper.rows(_scattered(rows))
@@ -98,7 +107,7 @@ def test_writes_never_wait(rows: int, device: Device) -> None:
 
 def check_results(rows: int, device: Device) -> None:
     """All results come back in one transfer with one wait, and are owned."""
-    helper = _helper(device)
+    helper = _warm(_helper(device))
     codes = [torch.full((1, 16), row, device=device.torch, dtype=torch.int64) for row in range(rows)]
     # A talker returns a device scalar beside its codes for every row.
     marks = [torch.tensor(row % 2 == 0).to(device.torch) for row in range(rows)]
@@ -150,15 +159,9 @@ def check_rotation(device: Device) -> None:
     for dest in dests[:2]:
         staging.upload(dest, torch.zeros(8))  # The first uploads allocate.
     with device.counting() as counts:
-        device.occupy()
-        for number, dest in enumerate(dests[:2], 1):
-            staging.upload(dest, torch.full((8,), float(number)))
-    assert counts.waits == 0
-    with device.counting() as counts:
-        for turn in (0, 2):
+        for number, dest in enumerate(dests):
             device.occupy()
-            for number, dest in enumerate(dests[turn : turn + 2], turn):
-                staging.upload(dest, torch.full((8,), float(number)))
+            staging.upload(dest, torch.full((8,), float(number)))
     assert counts.waits == 2
     assert [dest.unique().tolist() for dest in dests] == [[0.0], [1.0], [2.0], [3.0]]
 
@@ -219,7 +222,7 @@ def test_captured_crossings_are_refused(device: Device) -> None:
 
 @pytest.mark.hardware
 def test_copies_are_on_the_current_stream(device: Device) -> None:
-    helper = _helper(device)
+    helper = _warm(_helper(device))
     stream = torch.cuda.Stream()
     dests = [torch.zeros(4, device=device.torch) for _ in range(9)]
     host = torch.zeros(4)
@@ -249,7 +252,7 @@ def _blocking(staging: Any, dest: torch.Tensor, source: torch.Tensor) -> None:
 def _reused_early(staging: Any, size: int) -> Any:
     slot = staging._slots[0]
     if slot.memory.numel() < size:
-        slot.memory = torch.empty(4096, dtype=torch.uint8, pin_memory=True)
+        slot.memory = torch.empty(max(4096, size), dtype=torch.uint8, pin_memory=True)
     return slot
 
 
