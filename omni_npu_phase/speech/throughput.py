@@ -157,7 +157,7 @@ def _concurrent(
     with _engines((released, mixin), folder, starts, say) as engines:
         for turn in range(options.rounds):
             for number in options.requests:
-                say(f"{number} concurrent requests: round {turn + 1} of {options.rounds}")
+                say(f"{number} concurrent requests, round {turn + 1} of {options.rounds}")
                 asks = [Ask(f"r{index}", _TEXT, options.frames) for index in range(number)]
                 # Who goes first changes.
                 for engine in engines if turn % 2 == 0 else engines[::-1]:
@@ -188,7 +188,7 @@ def _long_prompts(
     late: dict[str, list[Heard]] = {chunked.name: [], unchunked.name: []}
     with _engines((unchunked, chunked), folder, starts, say) as engines:
         for turn in range(options.rounds):
-            say(f"a long prompt among {options.neighbours} neighbours: round {turn + 1} of {options.rounds}")
+            say(f"a long prompt among {options.neighbours} neighbours, round {turn + 1} of {options.rounds}")
             asks = [Ask(f"{turn}-{name}", _TEXT, options.neighbour_frames) for name in neighbours]
             asks.append(Ask(f"{turn}-long", text, 2, late=True))
             for engine in engines if turn % 2 == 0 else engines[::-1]:
