@@ -28,10 +28,10 @@ def bench_speech(
     ] = 4,
     long_prompt: Annotated[
         int, typer.Option("--long", min=400, max=4000, metavar="N", help="Characters of the long prompt.")
-    ] = 1200,
+    ] = 2400,
     budget: Annotated[
         int, typer.Option(min=16, max=256, metavar="N", help="Tokens a step where the long prompt is chunked.")
-    ] = 64,
+    ] = 128,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="How often everything is measured.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Write the report as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
@@ -80,19 +80,27 @@ def _tables(report: Any) -> list[Table | str]:
         rate, ratio, first = row.frames_per_second, row.ratio, row.first_audio_seconds
         concurrent.add_row(str(row.requests), row.runner, _spread(rate), _spread(ratio, digits=2), _ms(first))
     long_prompt = Table(title="A long prompt comes while others speak", title_justify="left")
-    for header in ("prefill", "tokens a step", "P", "steps", "usual gap, ms", "longest gap, ms", "its first audio, ms"):
+    for header in (
+        "prefill",
+        "tokens a step",
+        "P",
+        "steps",
+        "gap, ms",
+        "while read, ms",
+        "longest, ms",
+        "first audio, ms",
+    ):
         long_prompt.add_column(header, justify="left" if header == "prefill" else "right")
     for row in report.long_prompt:
-        gaps = (_ms(row.usual_gap_seconds), _ms(row.longest_gap_seconds))
+        seconds = (row.usual_gap_seconds, row.reading_gap_seconds, row.longest_gap_seconds, row.first_audio_seconds)
         steps = _spread(row.reading_steps, digits=0)
-        long_prompt.add_row(
-            row.prefill, str(row.budget), str(row.prompt_len), steps, *gaps, _ms(row.first_audio_seconds)
-        )
+        long_prompt.add_row(row.prefill, str(row.budget), str(row.prompt_len), steps, *map(_ms, seconds))
     runtime, options = report.runtime, report.options
     before, after = (" ".join(f"{value:.1f}" for value in load) for load in runtime["load_average"].values())
     lines = [
         f"Median (least to most) of {options.rounds} rounds; first audio of concurrent requests: of all requests.",
-        f"Gaps: between two frames of one of {options.neighbours} neighbours, whose talker records its steps.",
+        f"Gap: between two frames of one of {options.neighbours} neighbours, usually, while the long prompt is read, and "
+        "the longest then; first audio: of the long prompt. The talker records its steps there, which takes time in each.",
         ", ".join(f"{name} {version}" for name, version in runtime["packages"].items())
         + f"; {runtime['cores']} cores, load average {before} before, {after} after",
     ]

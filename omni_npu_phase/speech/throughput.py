@@ -48,9 +48,9 @@ class Options:
     neighbours: int = 4
     """Requests that speak while a long prompt comes; 0 leaves that part out."""
     neighbour_frames: int = 80
-    long_prompt: int = 1200
+    long_prompt: int = 2400
     """Characters of it."""
-    budget: int = 64
+    budget: int = 128
     """Tokens a step where its prompt is chunked."""
 
 
@@ -89,8 +89,10 @@ class LongPrompt:
     """Steps that read the long prompt."""
     usual_gap_seconds: Spread
     """Between two frames of a neighbour while nothing else is read: the median of each round."""
+    reading_gap_seconds: Spread
+    """The same while the long prompt was read."""
     longest_gap_seconds: Spread
-    """The longest while the long prompt was read, of each round."""
+    """The longest of those in each round."""
     first_audio_seconds: Spread
     """Of the long prompt."""
 
@@ -211,6 +213,7 @@ def _long_prompt(spec: LoadSpec, late: Sequence[Heard], rows: Sequence[Row]) -> 
         late[0].prompt_len,
         Spread.of(steps),
         Spread.of([statistics.median(each.usual) for each in rounds]),
+        Spread.of([statistics.median(each.reading) for each in rounds]),
         Spread.of([max(each.reading) for each in rounds]),
         Spread.of([speech.first - speech.sent for speech in late]),
     )

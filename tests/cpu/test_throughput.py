@@ -76,7 +76,7 @@ def test_a_long_prompt_is_read_beside_its_neighbour(spoken: tuple[LoadSpec, list
     assert (made.prefill, made.budget, made.prompt_len) == ("chunked", 16, late.prompt_len)
     # Each of these steps holds a token of the neighbour, which is decoding.
     assert late.prompt_len // 16 <= made.reading_steps.median <= late.prompt_len // 15 + 1
-    assert made.longest_gap_seconds.median > 0
+    assert made.longest_gap_seconds.median >= made.reading_gap_seconds.median > 0
     assert made.usual_gap_seconds.median > 0
 
 
@@ -150,6 +150,8 @@ def test_gaps_of_neighbours() -> None:
     made = throughput._long_prompt(SPEC, late, _rows(3))
     assert made.reading_steps.median == 3
     assert made.usual_gap_seconds.median == pytest.approx(0.01)
+    # The step before them reaches into the first gap.
+    assert made.reading_gap_seconds.median == pytest.approx(0.05)
     assert made.longest_gap_seconds.median == pytest.approx(0.05)
     assert made.first_audio_seconds.median == pytest.approx(0.5)
     one = throughput._long_prompt(replace(SPEC, budget=None), late, _rows(1))
