@@ -99,8 +99,8 @@ def _tables(report: Any) -> list[Table | str]:
     before, after = (" ".join(f"{value:.1f}" for value in load) for load in runtime["load_average"].values())
     lines = [
         f"Median (least to most) of {options.rounds} rounds; first audio of concurrent requests: of all requests.",
-        f"Gap: between two frames of one of {options.neighbours} neighbours, usually, while the long prompt is read, and "
-        "the longest then; first audio: of the long prompt. The talker records its steps there, which takes time in each.",
+        f"Gap: between two frames of one of {options.neighbours} neighbours, usually, while the long prompt is read, "
+        "and the longest then; first audio: of the long prompt. Recording the talker's steps there takes time in each.",
         ", ".join(f"{name} {version}" for name, version in runtime["packages"].items())
         + f"; {runtime['cores']} cores, load average {before} before, {after} after",
     ]
