@@ -103,7 +103,11 @@ class BufferHelper:
         if not blocks:
             return []
         joined = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
-        return list(torch.split(joined.to("cpu"), [block.numel() for block in blocks]))
+        return list(torch.split(self._to_host(joined), [block.numel() for block in blocks]))
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this device as owned host memory, there when this returns: one transfer and one wait."""
+        return tensor.to("cpu")
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

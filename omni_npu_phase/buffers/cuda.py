@@ -7,7 +7,6 @@ A captured copy from the host is replayed from the same address, whatever lies t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +18,7 @@ class CudaBufferHelper(StagedBufferHelper):
     """Copies go both ways through pinned memory on the current stream; the host waits once, for its results.
 
     Copies within the device may be captured into a graph. What would cross between host and device raises RuntimeError
-    then, before anything is done.
+    then, and leaves the capture as it is.
     """
 
     def _stage(self, values: list[int]) -> torch.Tensor:
@@ -32,19 +31,17 @@ class CudaBufferHelper(StagedBufferHelper):
             _refuse("a host tensor")
         super().copy(dest, source)
 
-    def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if not blocks:
-            return []
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
-            _refuse("results for the host")
-        joined = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+            _refuse("a result for the host")
         # Of its own, for another thread may fetch at the same time; torch keeps freed pinned memory for the next.
-        arrived = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
-        arrived.copy_(joined, non_blocking=True)
+        landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        landing.copy_(tensor, non_blocking=True)
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.device))
         done.synchronize()
-        return list(torch.split(arrived, [block.numel() for block in blocks]))
+        # Results live as long as their requests, and pinned memory is scarce.
+        return landing.clone()
 
 
 def _refuse(what: str) -> NoReturn:

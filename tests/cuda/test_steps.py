@@ -120,18 +120,13 @@ def test_kernels_do_not_grow_with_rows(scattered: bool, device: Device) -> None:
     assert few == many
 
 
-def _read_too_early(helper: Any, blocks: Any) -> list[torch.Tensor]:
-    if not blocks:
-        return []
-    joined = torch.cat(list(blocks))
-    arrived = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
-    arrived.copy_(joined, non_blocking=True)
-    return list(torch.split(arrived, [block.numel() for block in blocks]))
+def _read_too_early(helper: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @pytest.mark.standin
 @every_hook
 def test_results_read_too_early_are_caught(hook: Hook, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaBufferHelper, "fetch", _read_too_early)
+    monkeypatch.setattr(CudaBufferHelper, "_to_host", _read_too_early)
     with pytest.raises(AssertionError):
         check_mixed_step(hook, device)
