@@ -64,6 +64,9 @@ def check_mixed_step(hook: Hook, device: Device) -> None:
     at_once = {request: codes.clone() for request, codes in stored.items()}
     assert {codes.device.type for codes in stored.values()} == {"cpu"}
     assert runner.model.calls == 1
+    told = [(kind, info[IS_PREFILL]) for kind, info in runner.model.told]
+    assert len(told) == len(MIXED)
+    assert [prefill for kind, prefill in told if kind == "batched"] == [False] * (4 if hook == "batched" else 0)
     assert embeds.data_ptr() == runner.inputs_embeds.data_ptr()
     start = 0
     for row in MIXED:
