@@ -28,8 +28,9 @@ from omni_npu_phase.speech.observe import OBSERVE_VARIABLE
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.testing.tiny_qwen3_tts import SAMPLES_PER_FRAME
 
+START_SECONDS = 600
 ROUND_SECONDS = 300
-"""Longer than any round takes on a machine that is not stuck."""
+"""Longer than either takes on a machine that is not stuck."""
 # The plugin's line in vLLM's log, from the stage's own process.
 _MIXED = "PhaseRoutingMixin is before"
 
@@ -102,7 +103,7 @@ class LoadedEngine:
 
     def wait(self) -> float:
         """Wait until it can speak; returns the seconds that starting took. Raises :class:`EngineError`."""
-        seconds = float(self._answer(engine.START_SECONDS))
+        seconds = float(self._answer(START_SECONDS))
         mixed = _MIXED in self._log()
         if mixed is (self.spec.mode == "off"):
             raise EngineError(f"the {self.spec.name} engine has {'the' if mixed else 'no'} mixin", self._log())
@@ -162,8 +163,14 @@ async def _serve(folder: Path, answers: int) -> None:
     )
     file = folder / "deploy.json"
     file.write_text(json.dumps(deploy), encoding="utf-8")
-    seconds = engine.START_SECONDS
-    omni = AsyncOmni(model=spec.model, deploy_config=str(file), stage_init_timeout=seconds, init_timeout=seconds)
+    omni = AsyncOmni(
+        model=spec.model,
+        deploy_config=str(file),
+        stage_init_timeout=START_SECONDS,
+        init_timeout=START_SECONDS,
+        # They would wait for each other to measure what memory is left, which is given here.
+        parallel_stage_init=True,
+    )
     _answer(answers, time.perf_counter() - began)
     while True:
         asks = await rounds.get()
@@ -228,7 +235,9 @@ def _sampling(omni: Any, ask: Ask) -> list[Any]:
 
 def _samples(output: Any) -> int:
     heard = dict(output.multimodal_output or {})
-    return sum(int(piece.numel()) for piece in engine._tensors(heard.get("audio", heard.get("model_outputs"))))
+    audio = heard.get("audio", heard.get("model_outputs"))
+    pieces = audio if isinstance(audio, list) else [audio]
+    return sum(int(piece.numel()) for piece in pieces if piece is not None)
 
 
 if __name__ == "__main__":

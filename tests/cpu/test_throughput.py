@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from omni_npu_phase import contract
 from omni_npu_phase.cli import app
-from omni_npu_phase.speech import engine, observe, throughput
+from omni_npu_phase.speech import load, observe, throughput
 from omni_npu_phase.speech.engine import EngineError
 from omni_npu_phase.speech.load import Ask, Heard, LoadedEngine, LoadSpec
 from omni_npu_phase.speech.observe import Row
@@ -222,7 +222,7 @@ def test_an_engine_that_fails_says_why_and_leaves_nothing(
 ) -> None:
     _write(python, body)
     if reason.startswith("no answer"):
-        monkeypatch.setattr(engine, "START_SECONDS", 1)
+        monkeypatch.setattr(load, "START_SECONDS", 1)
     with pytest.raises(EngineError, match=reason):
         _start(tmp_path, replace(SPEC, mode=mode))
 
