@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,8 @@ def _rows(chunks: int, neighbours: int = 2, steps: int = 12) -> list[Row]:
         names = [f"0-n{number}" for number in range(neighbours)] + (["0-long"] if reads else [])
         for name in names:
             told = {contract.IS_PREFILL: name == "0-long" or step == 0}
-            rows.append(Row(f"{name}-x", step, "", 1, told, None, True, None, False, seconds=seconds))
+            read = {"request": f"{name}-x", "step": step, "told": told, "seconds": seconds}
+            rows.append(Row(**{**dict.fromkeys(field.name for field in fields(Row)), **read}))
         seconds += 0.05 if reads else 0.01
     return rows
 
