@@ -46,9 +46,9 @@ def bench_speech(
         from omni_npu_phase.speech.engine import EngineError
         from omni_npu_phase.testing import tiny_qwen3_tts
     except ImportError as error:
-        if error.name not in ("matplotlib", "psutil"):
+        if error.name != "psutil":
             raise
-        console.stop(f"bench-speech needs {error.name}; pip install 'omni-npu-phase[speech]'")
+        console.stop("bench-speech needs psutil; pip install 'omni-npu-phase[speech]'")
     with console.progress() as say:
         try:
             say("the tiny checkpoint")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames a second and first-audio latency of the whole pipeline on a CPU, released beside mixin, chunked beside not.
 
-Two engines that are compared are there at the same time and take turns, so that both meet the same machine; one that
-waits takes no time of it.
+Two engines that are compared are there at the same time and take turns, so that both meet the same machine. An engine
+that waits for its turn hardly runs.
 """
 
 from __future__ import annotations
