@@ -74,11 +74,12 @@ def bench_speech(
 
 def _tables(report: Any) -> list[Table | str]:
     concurrent = Table(title="Concurrent requests: the released runner beside the mixin", title_justify="left")
-    for header in ("requests", "runner", "frames/s", "against released", "first audio, ms"):
+    for header in ("requests", "runner", "frames/s", "against released", "CPU ms/frame", "first audio, ms"):
         concurrent.add_column(header, justify="left" if header == "runner" else "right")
     for row in report.concurrent:
-        rate, ratio, first = row.frames_per_second, row.ratio, row.first_audio_seconds
-        concurrent.add_row(str(row.requests), row.runner, _spread(rate), _spread(ratio, digits=2), _ms(first))
+        rate, ratio = _spread(row.frames_per_second), _spread(row.ratio, digits=2)
+        used = _spread(row.cpu_seconds_per_frame, factor=1000)
+        concurrent.add_row(str(row.requests), row.runner, rate, ratio, used, _ms(row.first_audio_seconds))
     long_prompt = Table(title="A long prompt comes while others speak", title_justify="left")
     for header in (
         "prefill",

@@ -76,6 +76,8 @@ class Concurrent:
     """Over all requests of all rounds, from when a request was sent."""
     ratio: Spread
     """Frames a second against the released runner's in the same round."""
+    cpu_seconds_per_frame: Spread
+    """Processor time of all processes of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ def _concurrent(
     released = LoadSpec("released", str(options.model), "off", RELEASED_BUDGET, longest, max(options.requests))
     mixin = replace(released, name="mixin", mode="strict")
     heard: dict[tuple[str, int], list[list[Heard]]] = {}
+    used: dict[tuple[str, int], list[float]] = {}
     with _engines((released, mixin), folder, starts, say) as engines:
         for turn in range(options.rounds):
             for number in options.requests:
@@ -163,14 +166,17 @@ def _concurrent(
                 asks = [Ask(f"r{index}", _TEXT, options.frames) for index in range(number)]
                 # Who goes first changes.
                 for engine in engines if turn % 2 == 0 else engines[::-1]:
-                    heard.setdefault((engine.spec.name, number), []).append(engine.speak(asks))
+                    key, before = (engine.spec.name, number), engine.cpu_seconds()
+                    heard.setdefault(key, []).append(engine.speak(asks))
+                    used.setdefault(key, []).append((engine.cpu_seconds() - before) / (number * options.frames))
     measured = []
     for number in options.requests:
         rates = {spec.name: [_rate(turn) for turn in heard[spec.name, number]] for spec in (released, mixin)}
         for name, own in rates.items():
             latencies = [speech.first - speech.sent for turn in heard[name, number] for speech in turn]
             ratios = [rate / other for rate, other in zip(own, rates[released.name], strict=True)]
-            measured.append(Concurrent(name, number, Spread.of(own), Spread.of(latencies), Spread.of(ratios)))
+            spreads = [Spread.of(values) for values in (own, latencies, ratios, used[name, number])]
+            measured.append(Concurrent(name, number, *spreads))
     return measured
 
 

@@ -51,11 +51,15 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadSpec, list[Hea
         loaded.wait()
         # Its own, and one for each stage.
         assert len(_left(loaded)) >= 3
+        before = loaded.cpu_seconds()
         heard = loaded.speak([Ask("0-n0", TEXT, 40), Ask("0-long", LONG, 2, late=True)])
+        assert loaded.cpu_seconds() > before > 0
         (rows,) = observe.read(folder)
     finally:
         loaded.close()
     assert _left(loaded) == []
+    with pytest.raises(EngineError, match="it ended between two rounds"):
+        loaded.cpu_seconds()
     return spec, heard, rows
 
 
@@ -104,6 +108,9 @@ class _Scripted:
             for index, ask in enumerate(asks)
         ]
 
+    def cpu_seconds(self) -> float:
+        return 0.5 * len(self.order)
+
     def close(self) -> None:
         self.order.append((self.spec.name, 0))
 
@@ -129,6 +136,7 @@ def test_released_and_mixin_take_turns(scripted: type[_Scripted]) -> None:
     assert made["mixin", 4].ratio == throughput.Spread(2.0, 2.0, 2.0)
     assert made["released", 4].ratio == throughput.Spread(1.0, 1.0, 1.0)
     assert made["released", 4].first_audio_seconds == throughput.Spread(0.2, 0.2, 0.2)
+    assert made["mixin", 4].cpu_seconds_per_frame.median == pytest.approx(0.5 / 40, abs=1e-4)
     assert report.long_prompt == []
 
 
