@@ -43,14 +43,15 @@ def bench_speech(
     """
     try:
         from omni_npu_phase.speech import throughput
-        from omni_npu_phase.speech.engine import EngineError
-        from omni_npu_phase.testing import tiny_qwen3_tts
     except ImportError as error:
         if error.name != "psutil":
             raise
         console.stop("bench-speech needs psutil; pip install 'omni-npu-phase[speech]'")
-    with console.progress() as say:
-        try:
+    from omni_npu_phase.speech.engine import EngineError
+    from omni_npu_phase.testing import tiny_qwen3_tts
+
+    try:
+        with console.signals_raised(), console.progress() as say:
             say("the tiny checkpoint")
             options = throughput.Options(
                 tiny_qwen3_tts.cached(),
@@ -62,10 +63,12 @@ def bench_speech(
                 budget=budget,
             )
             report = throughput.run(options, say)
-        except (EngineError, RuntimeError, OSError) as error:
-            if debug:
-                sys.stderr.write(getattr(error, "log", ""))
-            console.stop(str(error))
+    except (EngineError, RuntimeError, OSError) as error:
+        if debug:
+            sys.stderr.write(getattr(error, "log", ""))
+        console.stop(str(error))
+    except console.InterruptedByError as error:
+        console.stop(f"ended by {error.name}, without a report")
     if as_json:
         console.write_text(report.to_json(), None)
     else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import typer
@@ -76,3 +78,35 @@ def stop(message: str) -> NoReturn:
     """Say in one line why it cannot go on, and exit 2."""
     Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(UNUSABLE)
+
+
+class InterruptedByError(BaseException):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def signals_raised() -> Iterator[None]:
+    """Raise :class:`InterruptedByError` for the first signal that asks this process to end, and ignore those after it.
+
+    What is under way then ends its processes and removes its files, in seconds.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # Whoever started this process with a signal ignored, as nohup does, wants it so.
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number in numbers if before[number] is not signal.SIG_IGN]
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
+        raise InterruptedByError(number)
+
+    for number in heard:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])

@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -83,13 +79,13 @@ def validate(
         timeout=timeout,
     )
     try:
-        with _signals_raised(), console.progress() as say:
+        with console.signals_raised(), console.progress() as say:
             report = run(options, say)
     except (BadInputError, EngineError) as error:
         if debug:
             sys.stderr.write(getattr(error, "log", ""))
         console.stop(str(error))
-    except _InterruptedError as error:
+    except console.InterruptedByError as error:
         console.stop(f"ended by {error.name}, without a report")
     if report_format is FormatOption.table:
         console.write(_speech_table(speech_reports, report), None)
@@ -97,38 +93,6 @@ def validate(
         console.write_text(report.to_json() if report_format is FormatOption.json else report.to_markdown(), None)
     if report.verdict != "equal":
         raise typer.Exit(console.FAILED)
-
-
-class _InterruptedError(BaseException):
-    """A signal asked this process to end."""
-
-    def __init__(self, number: int) -> None:
-        self.name = signal.Signals(number).name
-
-
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Raise :class:`_InterruptedError` for the first signal that asks this process to end, and ignore those after it.
-
-    What is under way then ends its processes and removes its files, in seconds.
-    """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # Whoever started this process with a signal ignored, as nohup does, wants it so.
-    before = {number: signal.getsignal(number) for number in numbers}
-    heard = [number for number in numbers if before[number] is not signal.SIG_IGN]
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        for each in heard:
-            signal.signal(each, signal.SIG_IGN)
-        raise _InterruptedError(number)
-
-    for number in heard:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in heard:
-            signal.signal(number, before[number])
 
 
 def _speech_table(speech_reports: Any, report: Any) -> list[Table | str]:

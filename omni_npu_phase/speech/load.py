@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from omni_npu_phase.results import MODE_VARIABLE, Mode
-from omni_npu_phase.speech import engine
+from omni_npu_phase.speech import engine, pipeline
 from omni_npu_phase.speech.engine import EngineError, EngineSpec
 from omni_npu_phase.speech.observe import OBSERVE_VARIABLE
 from omni_npu_phase.speech.prompts import Prompt
@@ -144,7 +144,7 @@ class LoadedEngine:
                 raise self._failure(f"no answer in {seconds} s")
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             if not piece:
-                raise self._failure(engine._reason(self._log()))
+                raise self._failure(engine.reason(self._log()))
             self._begun += piece
         line, _, self._begun = self._begun.partition(b"\n")
         return json.loads(line)
@@ -166,7 +166,7 @@ async def _serve(folder: Path, answers: int) -> None:
     began = time.perf_counter()
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
-    deploy = engine.deploy(
+    deploy = pipeline.deploy(
         EngineSpec(spec.name, spec.model, "cpu", (), spec.max_model_len, spec.budget),
         spec.max_model_len,
         spec.max_num_seqs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -279,3 +280,9 @@ def test_the_command_says_in_one_line_why_it_cannot(scripted: type[_Scripted], m
     assert scripted.order == [("mixin", 0), ("released", 0)]
     assert "what it wrote" in _invoke("--debug").stderr
     assert _invoke("--requests", "0").exit_code == 2
+
+    monkeypatch.setattr(scripted, "wait", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    done = _invoke()
+    assert done.exit_code == 2
+    assert "error: ended by SIGTERM, without a report" in done.stderr
+    assert scripted.order[-2:] == [("mixin", 0), ("released", 0)]
