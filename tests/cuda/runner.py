@@ -95,7 +95,8 @@ class Released:
         self.input_batch = SimpleNamespace(
             req_ids=[], req_id_to_index={}, num_computed_tokens_cpu=np.zeros(rows, dtype=np.int32)
         )
-        self.query_start_loc = SimpleNamespace(cpu=torch.zeros(rows + 1, dtype=torch.int32))
+        starts = torch.zeros(rows + 1, dtype=torch.int32)
+        self.query_start_loc = SimpleNamespace(cpu=starts, np=starts.numpy())
         self.input_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.inputs_embeds = torch.zeros(tokens, HIDDEN, device=device)
         self.talker_mtp_input_ids = torch.zeros(rows, dtype=torch.int32, device=device)
