@@ -24,7 +24,7 @@ import torch
 
 from omni_npu_phase.conformance import model as recording
 from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
-from omni_npu_phase.conformance.scenarios import Hook, Row, Scenario, Step
+from omni_npu_phase.conformance.scenarios import Row, Scenario, Step, Variant
 from omni_npu_phase.contract import FIELDS
 from omni_npu_phase.mtp import device_side, mtp_inputs
 from omni_npu_phase.runtimes import v2
@@ -34,18 +34,6 @@ UNTOUCHED = 100.0
 _FEWEST_REQUESTS = 16
 _ROWS_BEHIND = 4
 """Rows of the step's buffer behind its spans, as a padded step has them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One way to run a scenario."""
-
-    hook: Hook
-    mtp: bool
-    mode: str = "on"
-
-    def __str__(self) -> str:
-        return f"{self.hook} hook, {'MTP' if self.mtp else 'no MTP'}{', strict' if self.mode == 'strict' else ''}"
 
 
 @dataclass(slots=True)

@@ -3,14 +3,15 @@
 
 A trace says, per row, what the hook was told, which hook it was, where the row lies, whether it went to MTP, and its
 codes and embeddings, exactly; and of the whole run, how it ended and which clauses it warned of. How rows were grouped
-into calls is no part of it. The golden files are made by ``python -m omni_npu_phase.conformance.parity --write`` and
-kept in the repository.
+into calls is no part of it. One file more lists the clauses that each run shows. The golden files are made by
+``python -m omni_npu_phase.conformance.parity --write`` and kept in the repository.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Trace = dict[str, Any]
 # Longer spans are kept as their first and last row and a digest, so that a golden file stays readable.
 _LONGEST_SPAN = 8
+_SHOWN = "shown.json"
 _ADVICE = "make it with: python -m omni_npu_phase.conformance.parity --write"
 
 
@@ -184,11 +186,34 @@ def golden_files() -> Iterator[tuple[str, str]]:
     from omni_npu_phase.conformance.driver import run_scenario
 
     runner = suite.classes_for("mixin", suite.load_runner("gpu-v1"))
+    shown: dict[str, dict[str, str]] = {}
     for scenario in SCENARIOS:
         cls = runner.of(scenario)
         assert cls is not None
         runs = [run_scenario(cls, scenario, each, torch.device("cpu")) for each in suite.variants(scenario, "mixin")]
         yield f"{scenario.id}.json", render({str(run.variant): trace(run) for run in runs})
+        shown[scenario.id] = {str(run.variant): _clauses_shown(run) for run in runs}
+    yield _SHOWN, json.dumps(shown, indent=1) + "\n"
+
+
+def _clauses_shown(run: Recording) -> str:
+    from omni_npu_phase.conformance.judge import judge
+
+    found = {judgement.clause for judgement in judge(run)}
+    return " ".join(clause for clause in contract.CLAUSES if clause in found)
+
+
+def clauses_shown(scenario: Scenario) -> Mapping[str, Sequence[str]]:
+    """The clauses that each variant of a scenario says something about, as its golden run does."""
+    return {variant: clauses.split() for variant, clauses in _shown()[scenario.id].items()}
+
+
+@functools.cache
+def _shown() -> Mapping[str, Mapping[str, str]]:
+    shown: Mapping[str, Mapping[str, str]] = json.loads(
+        (resources.files(__package__) / "golden" / _SHOWN).read_text(encoding="utf-8")
+    )
+    return shown
 
 
 def main() -> int:

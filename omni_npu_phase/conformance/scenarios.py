@@ -147,6 +147,23 @@ class Scenario:
         return tuple(dict.fromkeys(each.request for rows in self.steps for each in rows))
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run a scenario."""
+
+    hook: Hook
+    mtp: bool
+    mode: str = "on"
+
+    def __str__(self) -> str:
+        return f"{self.hook} hook, {'MTP' if self.mtp else 'no MTP'}{', strict' if self.mode == 'strict' else ''}"
+
+    @property
+    def id(self) -> str:
+        """The same in words that a test's name can hold: ``scalar-mtp``, or ``scalar`` where there is no MTP."""
+        return "-".join([self.hook, *(["mtp"] if self.mtp else []), *(["strict"] if self.mode == "strict" else [])])
+
+
 _CHUNKED: tuple[Step, ...] = (
     step(row("a", 5, 0, 4, PREFILL)),
     step(row("a", 5, 4, 1, TAIL)),

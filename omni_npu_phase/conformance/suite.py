@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omni_npu_phase.conformance import parity
 from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, verdict
-from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario
+from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario, Variant
 from omni_npu_phase.contract import CLAUSES, Tier
 from omni_npu_phase.runtimes import v2
 from omni_npu_phase.versions import version_of
 
 if TYPE_CHECKING:
-    from omni_npu_phase.conformance.driver import Recording, Variant
     from omni_npu_phase.conformance.judge import Judgement
 
 Mode = Literal["released", "mixin"]
@@ -35,8 +34,8 @@ _RELEASED = {
     ),
 }
 _DRIVEN = ("_preprocess", "_talker_mtp_forward", "_process_additional_information_updates", "_make_buffer")
-_REQUIRED: tuple[Tier, ...] = ("required",)
-_ALL: tuple[Tier, ...] = ("required", "extended")
+DEFAULT_TIERS: Mapping[Mode, tuple[Tier, ...]] = {"mixin": ("required", "extended"), "released": ("required",)}
+"""By which clauses each mode is judged unless something else is asked for."""
 _NOTES = {
     "R7": "Judged on batched calls: the released scalar path copies a slice onto itself, which changes nothing.",
 }
@@ -70,15 +69,16 @@ class RunnerClasses:
 
 
 def load_runner(name: str) -> RunnerClasses:
-    """Load the installed vLLM-Omni's runners, ``gpu-v1``, ``gpu-v2`` or ``npu-v1``, or a class by ``MODULE:CLASS``.
+    """Load the installed vLLM-Omni's runners, ``gpu-v1``, ``gpu-v2`` or ``npu-v1``, or a class by ``MODULE:NAME``.
 
-    Of Model Runner V2 the class is that of the model state. Raises :class:`NoRuntimeError`.
+    ``NAME`` is a class, or a function without parameters that returns one. Of Model Runner V2 the class is that of the
+    model state. Raises :class:`NoRuntimeError`.
     """
     if name in _RELEASED:
         return RunnerClasses(name, *(_load_class(*where) for where in _RELEASED[name]))
     module, separator, attribute = name.partition(":")
     if not separator or not module or not attribute:
-        raise NoRuntimeError(f"--runner takes {', '.join(_RELEASED)} or MODULE:CLASS, not {name!r}")
+        raise NoRuntimeError(f"a runner is {', '.join(_RELEASED)} or MODULE:CLASS, not {name!r}")
     cls = _load_class(module, attribute)
     if v2.is_model_state(cls):
         return RunnerClasses(name, cls)
@@ -92,6 +92,18 @@ def load_runner(name: str) -> RunnerClasses:
 
 
 def _load_class(module: str, attribute: str) -> type:
+    found = load(module, attribute)
+    if callable(found) and not isinstance(found, type):
+        found = call_factory(found, f"{module}:{attribute}")
+        if not isinstance(found, type):
+            raise NoRuntimeError(f"{module}:{attribute} returned {_described(found)}, which is no class")
+    if not isinstance(found, type):
+        raise NoRuntimeError(f"{module}:{attribute} is no class and no function that returns one")
+    return found
+
+
+def load(module: str, attribute: str) -> Any:
+    """What a module has under a name. Raises :class:`NoRuntimeError` where it has nothing, or cannot be imported."""
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
@@ -106,9 +118,19 @@ def _load_class(module: str, attribute: str) -> type:
         raise NoRuntimeError(f"cannot import {module}: {type(error).__name__}: {error}") from error
     if found is None:
         raise NoRuntimeError(f"{module} has no {attribute}")
-    if not isinstance(found, type):
-        raise NoRuntimeError(f"{module}:{attribute} is no class")
     return found
+
+
+def call_factory(factory: Callable[[], Any], name: str) -> Any:
+    """What a factory returns. Raises :class:`NoRuntimeError` for whatever it raises."""
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        raise NoRuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__qualname__}"
 
 
 def prepare_device(name: str) -> str:
@@ -170,8 +192,6 @@ def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:
 
 def variants(scenario: Scenario, mode: Mode) -> Iterator[Variant]:
     """Every way to run a scenario; strict mode is the mixin's own."""
-    from omni_npu_phase.conformance.driver import Variant
-
     for hook in scenario.hooks:
         for mtp in scenario.mtp:
             yield Variant(hook, mtp)
@@ -215,36 +235,24 @@ def verify(
     ``xfails``: expected failures, clause id to reason. ``device`` is torch's name, ``device_name`` what reports say.
     ``advance`` is called before each scenario.
     """
-    judged = tiers or {"mixin": _ALL, "released": _REQUIRED}
+    judged = tiers or DEFAULT_TIERS
     results: list[ClauseResult] = []
     differences: list[str] = []
     compared = 0
     for mode in modes:
         classes = classes_for(mode, runner)
-        notes = {**_NOTES, **(_CPU_NOTES if device == "cpu" else {})} if mode == "released" else {}
         judgements: list[Judgement] = []
         for scenario in scenarios:
             advance(mode, scenario)
-            cls = classes.of(scenario)
-            if cls is not None:
-                case = _asked_for(scenario, cls) if mode == "released" else scenario
-                for variant in variants(case, mode):
-                    run, own = _judged_run(cls, case, variant, device)
-                    judgements += own
-                    if mode == "mixin" and run is not None:
-                        compared += 1
-                        difference = parity.compare(run)
-                        differences += [] if difference is None else [str(difference)]
-        for clause in CLAUSES.values():
-            if clause.tier in judged[mode]:
-                own = [judgement for judgement in judgements if judgement.clause == clause.id]
-                absent = [
-                    runner.cannot_show[each.id]
-                    for each in scenarios
-                    if clause.id in each.about and each.id in runner.cannot_show
-                ]
-                xfail, note = (xfails or {}).get(clause.id), notes.get(clause.id, "")
-                results.append(verdict(mode, clause, own, xfail, note, *absent[:1]))
+            for variant in variants(scenario, mode):
+                case = run_case(classes, mode, scenario, variant, device)
+                if case is not None:
+                    judgements += case.judgements
+                    compared += case.compared
+                    differences += [] if case.difference is None else [case.difference]
+        results += clause_results(
+            runner, mode, judgements, scenarios=scenarios, tiers=judged[mode], xfails=xfails, device=device
+        )
     return Report(
         runtime=describe_runtime(runner, device_name or device),
         clauses=tuple(results),
@@ -252,20 +260,57 @@ def verify(
     )
 
 
-def _judged_run(
-    cls: type, scenario: Scenario, variant: Variant, device: str
-) -> tuple[Recording | None, list[Judgement]]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one run of a scenario showed. ``compared``: whether it was held against its golden trace."""
+
+    judgements: Sequence[Judgement]
+    compared: bool = False
+    difference: str | None = None
+
+
+def run_case(classes: RunnerClasses, mode: Mode, scenario: Scenario, variant: Variant, device: str) -> Case | None:
+    """Run one scenario in one variant and judge it; None where no class of the family can show it."""
+    cls = classes.of(scenario)
+    if cls is None:
+        return None
     import torch
 
     from omni_npu_phase.conformance.driver import DriverError, run_scenario
     from omni_npu_phase.conformance.judge import Judgement, judge
 
+    asked = _asked_for(scenario, cls) if mode == "released" else scenario
     try:
-        run = run_scenario(cls, scenario, variant, torch.device(device))
+        run = run_scenario(cls, asked, variant, torch.device(device))
     except DriverError as error:
         seen = str(error)
-        return None, [Judgement(clause, scenario.id, str(variant), seen, undecided=True) for clause in scenario.about]
-    return run, judge(run)
+        return Case([Judgement(clause, scenario.id, str(variant), seen, undecided=True) for clause in scenario.about])
+    difference = parity.compare(run) if mode == "mixin" else None
+    return Case(judge(run), mode == "mixin", None if difference is None else str(difference))
+
+
+def clause_results(
+    runner: RunnerClasses,
+    mode: Mode,
+    judgements: Sequence[Judgement],
+    *,
+    scenarios: Sequence[Scenario],
+    tiers: Collection[Tier],
+    xfails: Mapping[str, str] | None,
+    device: str,
+) -> Iterator[ClauseResult]:
+    """The verdict on every clause of these tiers, from the judgements of all runs of these scenarios."""
+    notes = {**_NOTES, **(_CPU_NOTES if device == "cpu" else {})} if mode == "released" else {}
+    for clause in CLAUSES.values():
+        if clause.tier in tiers:
+            own = [judgement for judgement in judgements if judgement.clause == clause.id]
+            absent = [
+                runner.cannot_show[each.id]
+                for each in scenarios
+                if clause.id in each.about and each.id in runner.cannot_show
+            ]
+            xfail, note = (xfails or {}).get(clause.id), notes.get(clause.id, "")
+            yield verdict(mode, clause, own, xfail, note, *absent[:1])
 
 
 def describe_runtime(runner: RunnerClasses, device: str) -> dict[str, Any]:

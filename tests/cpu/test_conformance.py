@@ -15,10 +15,10 @@ import torch
 from omni_npu_phase import contract
 from omni_npu_phase.conformance import report as reports
 from omni_npu_phase.conformance import suite
-from omni_npu_phase.conformance.driver import DriverError, Variant, run_scenario
+from omni_npu_phase.conformance.driver import DriverError, run_scenario
 from omni_npu_phase.conformance.judge import Judgement, judge
 from omni_npu_phase.conformance.report import Report, verdict
-from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario
+from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, Variant
 from omni_npu_phase.contract import CLAUSES
 from omni_npu_phase.runtimes import UnsupportedRuntimeError
 

@@ -13,9 +13,9 @@ import torch
 
 from omni_npu_phase import contract
 from omni_npu_phase.conformance import parity, suite
-from omni_npu_phase.conformance.driver import Variant, run_scenario
+from omni_npu_phase.conformance.driver import run_scenario
 from omni_npu_phase.conformance.report import Parity, Report
-from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Hook
+from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Hook, Variant
 
 CPU = torch.device("cpu")
 # Row, (P, C, is prefill), batched hook allowed, position in MTP: the contract's table, by hand.

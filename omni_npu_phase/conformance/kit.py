@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest session that judges a runner or a model: what is judged, what its tests found, and the report of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import pytest
+
+from omni_npu_phase.conformance import parity, suite
+from omni_npu_phase.conformance.report import Parity, Report, parse_xfails
+from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario, Variant
+from omni_npu_phase.contract import CLAUSES, Tier
+
+if TYPE_CHECKING:
+    from omni_npu_phase.conformance.judge import Judgement
+    from omni_npu_phase.conformance.suite import Mode
+
+_TESTS = {"test_clauses.py": "phase_runner", "test_model.py": "phase_model"}
+_SEEN = "seen."
+_GOLDEN = "golden trace"
+Loaded = TypeVar("Loaded")
+Record = Callable[[tuple[str, object]], None]
+"""Takes a property of a test, as (name, value)."""
+
+
+class Kit:
+    """What this session judges. Whatever stops it from judging ends the session with one line and status 2."""
+
+    runner: suite.RunnerClasses
+    classes: suite.RunnerClasses
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.runner_name: str | None = config.getoption("phase_runner")
+        self.mode: Mode = config.getoption("phase_mode")
+        self.device_name: str = config.getoption("phase_device")
+        tier = config.getoption("phase_tier")
+        self.tiers: tuple[Tier, ...] = suite.DEFAULT_TIERS[self.mode]
+        if tier is not None:
+            self.tiers = ("required", "extended") if tier == "all" else (tier,)
+        self.xfails = _read_xfails(config.getoption("phase_xfail"))
+        self.report_file: Path | None = config.getoption("phase_report")
+        if self.report_file is not None and not self.report_file.parent.is_dir():
+            stop(f"--phase-report {self.report_file}: there is no folder {self.report_file.parent}")
+        if self.report_file is not None and self.report_file.is_dir():
+            stop(f"--phase-report {self.report_file}: this is a folder; name a file in it")
+        for tier in ("required", "extended"):
+            config.addinivalue_line("markers", f"phase_{tier}: a clause of the phase contract's {tier} tier")
+        self.run = functools.cache(self._run)
+        self._found: list[Mapping[str, Any]] = []
+
+    # What there is to judge.
+
+    def runs(self) -> Iterator[tuple[Scenario, Variant]]:
+        """Every run of every scenario."""
+        for scenario in SCENARIOS:
+            for variant in suite.variants(scenario, self.mode):
+                yield scenario, variant
+
+    def clauses_of(self, scenario: Scenario, variant: Variant) -> list[str]:
+        """The clauses of the tiers asked for that a run shows."""
+        shown = parity.clauses_shown(scenario)[str(variant)]
+        return [clause for clause in shown if CLAUSES[clause].tier in self.tiers]
+
+    def _run(self, scenario_id: str, variant: Variant) -> suite.Case | None:
+        return suite.run_case(self.classes, self.mode, BY_ID[scenario_id], variant, self.device)
+
+    # The session.
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """Load what is judged before anything is collected or written."""
+        if self.config.getoption("collectonly"):
+            return
+        # As with python -m: a module of the current folder is found.
+        sys.path.insert(0, str(self.config.invocation_params.dir))
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if self.runner_name is not None:
+            _say(f"loading {self.runner_name}")
+            self.device, self.runner, self.classes = _or_stop(self._load_runner)
+
+    def _load_runner(self) -> tuple[str, suite.RunnerClasses, suite.RunnerClasses]:
+        assert self.runner_name is not None
+        device = suite.prepare_device(self.device_name)
+        runner = suite.load_runner(self.runner_name)
+        if self.mode == "released" and suite.has_mixin(runner):
+            stop(f"{self.runner_name} has PhaseRoutingMixin: judge it with --phase-mode mixin")
+        return device, runner, suite.classes_for(self.mode, runner)
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        if collection_path.parent != Path(__file__).parent or collection_path.name not in _TESTS:
+            return None
+        return True if self.config.getoption(_TESTS[collection_path.name]) is None else None
+
+    def pytest_pycollect_makeitem(self, collector: pytest.Collector, name: str) -> list[pytest.Item] | None:
+        """No tests of expected failures where none are listed."""
+        ours = collector.path.parent == Path(__file__).parent
+        return [] if ours and name == "test_expected_failure" and not self.xfails else None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        ended = report.when == "call" or report.outcome != "passed"
+        if ended and report.when != "teardown":
+            failed_setup = report.when == "setup" and report.outcome == "failed"
+            undecided = {"undecided": report.longreprtext} if failed_setup else {}
+            skipped = report.outcome == "skipped" and not hasattr(report, "wasxfail")
+            self._found.append({**dict(report.user_properties), **undecided, "skipped": skipped})
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if hasattr(self.config, "workerinput") or not self._found or self.report_file is None:
+            return
+        try:
+            self.report_file.write_text(self._markdown(), encoding="utf-8")
+        except OSError as error:
+            stop(f"--phase-report {self.report_file}: {error.strerror}")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self._found:
+            return
+        terminalreporter.section("phase contract")
+        for report in self._reports():
+            for mode in report.modes:
+                terminalreporter.line(f"{report.runtime['runner']}, {mode}: {report.counts(mode)}")
+                for clause, _, status, failing, seen in report.rows(mode):
+                    if status not in ("pass", "not_applicable"):
+                        terminalreporter.line(f"{clause} {status} in {failing}: {seen}")
+            if report.parity is not None:
+                terminalreporter.line(f"With the mixin, {report.parity}")
+
+    # The report.
+
+    def _markdown(self) -> str:
+        return "\n".join(report.to_markdown() for report in self._reports())
+
+    def _reports(self) -> Iterator[Report]:
+        if self.runner_name is not None:
+            yield self._runner_report()
+
+    def _runner_report(self) -> Report:
+        judgements = [judgement for found in self._found for judgement in _judgements(found)]
+        results = suite.clause_results(
+            self.runner,
+            self.mode,
+            judgements,
+            scenarios=SCENARIOS,
+            tiers=self.tiers,
+            xfails=self.xfails,
+            device=self.device,
+        )
+        wanted = sum(len(self.clauses_of(*run)) for run in self.runs())
+        decided = sum("clause" in found and not found["skipped"] for found in self._found)
+        runtime = suite.describe_runtime(self.runner, self.device_name)
+        compared = [found[_GOLDEN] for found in self._found if _GOLDEN in found]
+        return Report(
+            runtime={**runtime, "judged": f"{decided} of {wanted} (a clause in a run counts as one)"},
+            clauses=tuple(results),
+            parity=Parity(len(compared), tuple(filter(None, compared))) if self.mode == "mixin" else None,
+        )
+
+
+KIT = pytest.StashKey[Kit]()
+
+
+def kit_of(config: pytest.Config) -> Kit:
+    """The session's kit; a session that names nothing to judge ends here."""
+    kit = config.stash.get(KIT, None)
+    if kit is None:
+        stop("name what to judge: --phase-runner MODULE:FACTORY, --phase-model MODULE:FACTORY, or both")
+    return kit
+
+
+def expect_nothing_against(seen: Mapping[str, str], kit: Kit, record: Record) -> None:
+    """Fail a test by what was seen against clauses or cases; it is an expected failure if all of them are."""
+    for name, text in seen.items():
+        record((f"{_SEEN}{name}", text))
+    told = "\n".join(f"{name}: {text}" for name, text in seen.items())
+    if seen and all(name in kit.xfails for name in seen):
+        pytest.xfail("; ".join(f"{name}: {kit.xfails[name]}" for name in seen))
+    if seen:
+        pytest.fail(told, pytrace=False)
+
+
+def record_golden(difference: str | None, record: Record) -> None:
+    """Note that a run was held against its golden trace, and how it differs."""
+    record((_GOLDEN, difference or ""))
+
+
+def _judgements(found: Mapping[str, Any]) -> Iterator[Judgement]:
+    """What one test says for or against clauses."""
+    from omni_npu_phase.conformance.judge import Judgement
+
+    if "scenario" not in found or found["skipped"]:
+        return
+    where = found["scenario"], found["variant"]
+    against = {name.removeprefix(_SEEN): seen for name, seen in found.items() if name.startswith(_SEEN)}
+    for clause, seen in against.items():
+        yield Judgement(clause, *where, seen)
+    if "clause" in found and "undecided" in found:
+        yield Judgement(found["clause"], *where, found["undecided"], undecided=True)
+    elif "clause" in found and not against:
+        yield Judgement(found["clause"], *where)
+
+
+def _read_xfails(path: Path | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    try:
+        return parse_xfails(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        stop(f"--phase-xfail {path}: {error}")
+
+
+def _or_stop(load: Callable[[], Loaded]) -> Loaded:
+    from omni_npu_phase.runtimes import UnsupportedRuntimeError
+
+    try:
+        # What a stack warns of while it is imported is no finding about the runner.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return load()
+    except (suite.NoRuntimeError, UnsupportedRuntimeError) as error:
+        stop(str(error))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"... {text}\n")
+
+
+def stop(message: str) -> NoReturn:
+    """End the session with one line and status 2."""
+    pytest.exit(f"omni-npu-phase: {message}", returncode=2)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract as tests of a runner: ``pytest --pyargs omni_npu_phase.conformance --phase-runner MODULE:FACTORY``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from omni_npu_phase.conformance import parity, suite
+from omni_npu_phase.conformance.kit import Kit, Record, expect_nothing_against, kit_of, record_golden
+from omni_npu_phase.conformance.scenarios import Scenario, Variant
+from omni_npu_phase.contract import CLAUSES
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    kit = kit_of(metafunc.config)
+    if metafunc.function is test_clause:
+        metafunc.parametrize(("clause", "scenario", "variant"), _clauses(kit))
+    elif metafunc.function is test_run:
+        runs = [pytest.param(*run, id=f"{run[0].id}-{run[1].id}") for run in kit.runs()]
+        metafunc.parametrize(("scenario", "variant"), runs)
+    elif metafunc.function is test_expected_failure:
+        listed = [clause for clause in kit.xfails if clause in CLAUSES and CLAUSES[clause].tier in kit.tiers]
+        metafunc.parametrize("listed", listed)
+
+
+def _clauses(kit: Kit) -> list[object]:
+    return [
+        pytest.param(
+            clause,
+            scenario,
+            variant,
+            id=f"{clause}-{scenario.id}-{variant.id}",
+            marks=getattr(pytest.mark, f"phase_{CLAUSES[clause].tier}"),
+        )
+        for scenario, variant in kit.runs()
+        for clause in kit.clauses_of(scenario, variant)
+    ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _versions(kit: Kit, record_testsuite_property: Callable[[str, object], None]) -> None:
+    for name, value in suite.describe_runtime(kit.runner, kit.device_name)["packages"].items():
+        record_testsuite_property(name, value)
+    record_testsuite_property("runner", kit.runner.name)
+    record_testsuite_property("mode", kit.mode)
+    record_testsuite_property("device", kit.device_name)
+
+
+@pytest.fixture(scope="session")
+def kit(request: pytest.FixtureRequest) -> Kit:
+    return kit_of(request.config)
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Record:
+    """Notes a property of the test. As record_property, without its warning about older formats of JUnit files."""
+    return request.node.user_properties.append  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def case(kit: Kit, scenario: Scenario, variant: Variant, request: pytest.FixtureRequest, record: Record) -> suite.Case:
+    """What the run shows; it is made once, by whichever test asks first."""
+    clause = request.node.callspec.params.get("clause")
+    if clause is not None:
+        record(("clause", clause))
+        record(("tier", CLAUSES[clause].tier))
+    record(("scenario", scenario.id))
+    record(("variant", str(variant)))
+    case = kit.run(scenario.id, variant)
+    if case is None:
+        pytest.skip(kit.runner.cannot_show.get(scenario.id, "no generation runner was named"))
+    undecided = [judgement.seen for judgement in case.judgements if judgement.undecided]
+    if undecided and clause in (None, *scenario.about):
+        pytest.fail(undecided[0], pytrace=False)
+    return case
+
+
+def test_clause(clause: str, case: suite.Case, kit: Kit, record: Record) -> None:
+    """A clause, in one run of one scenario."""
+    own = [judgement for judgement in case.judgements if judgement.clause == clause and not judgement.undecided]
+    if not own:
+        pytest.skip("the run ended before it showed this; tests of the scenario's own clauses say why")
+    seen = [judgement.seen for judgement in own if not judgement.holds]
+    expect_nothing_against({clause: seen[0]} if seen else {}, kit, record)
+
+
+def test_run(scenario: Scenario, variant: Variant, case: suite.Case, kit: Kit, record: Record) -> None:
+    """A run as a whole: nothing against a clause that has no test in it, and with the mixin the golden trace."""
+    tested = kit.clauses_of(scenario, variant)
+    others = {
+        judgement.clause: judgement.seen
+        for judgement in reversed(case.judgements)
+        if not judgement.holds and judgement.clause not in tested and CLAUSES[judgement.clause].tier in kit.tiers
+    }
+    if case.compared:
+        record_golden(case.difference, record)
+    if case.difference is not None:
+        pytest.fail(f"routing differs from the golden trace: {case.difference}", pytrace=False)
+    expect_nothing_against(others, kit, record)
+
+
+def test_expected_failure(listed: str, kit: Kit) -> None:
+    """A clause that is listed as an expected failure still fails in some run."""
+    runs = [run for run in kit.runs() if listed in parity.clauses_shown(run[0])[str(run[1])]]
+    for scenario, variant in runs:
+        case = kit.run(scenario.id, variant)
+        if case is not None and any(each.clause == listed and not each.holds for each in case.judgements):
+            return
+    pytest.fail(
+        f"{listed} holds in all {len(runs)} runs that show it; take it off the expected failures "
+        f"({kit.xfails[listed]})",
+        pytrace=False,
+    )
