@@ -24,7 +24,7 @@ import torch
 
 from omni_npu_phase.conformance import model as recording
 from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
-from omni_npu_phase.conformance.scenarios import Row, Scenario, Step, Variant
+from omni_npu_phase.conformance.scenarios import Row, Scenario, Setting, Step, Variant
 from omni_npu_phase.contract import FIELDS
 from omni_npu_phase.mtp import device_side, mtp_inputs
 from omni_npu_phase.runtimes import v2
@@ -134,7 +134,7 @@ class _Bench:
         return _make_runner(
             cls,
             self.model,
-            self.scenario,
+            self.scenario.setting,
             self.variant,
             self.device,
             self.max_requests,
@@ -404,20 +404,23 @@ def _scheduler_output(rows: Step, *, reverse: bool) -> Any:
 
 def _make_runner(
     cls: type,
-    model: RecordingModel,
-    scenario: Scenario,
+    model: Any,
+    setting: Setting,
     variant: Variant,
     device: torch.device,
     max_requests: int,
     max_tokens: int,
     max_len: int,
+    *,
+    hidden_size: int = HIDDEN,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
+    """A V1 runner of ``cls`` around ``model``, made without its ``__init__``, with what its ``_preprocess`` needs."""
     from transformers import PretrainedConfig
     from vllm.config import CUDAGraphMode, VllmConfig
 
-    setting = scenario.setting
     runner: Any = object.__new__(cls)
-    runner.device, runner.dtype, runner.pin_memory = device, torch.float32, device.type != "cpu"
+    runner.device, runner.dtype, runner.pin_memory = device, dtype, device.type != "cpu"
     runner.max_num_reqs = max_requests
     runner.model = model
     runner.phase_mode = variant.mode
@@ -429,12 +432,13 @@ def _make_runner(
     runner.encoder_cache, runner.lookback_token_ids = {}, None
     runner.speculative_config, runner.uniform_decode_query_len = None, 1
     runner.requests, runner.model_intermediate_buffer = {}, {}
-    model.requires_raw_input_tokens = False  # type: ignore[attr-defined]
+    if not hasattr(model, "requires_raw_input_tokens"):
+        model.requires_raw_input_tokens = False
     model_config = SimpleNamespace(
         is_encoder_decoder=False,
         enforce_eager=True,
         async_chunk=False,
-        hf_text_config=PretrainedConfig(hidden_size=HIDDEN),  # type: ignore[call-arg]
+        hf_text_config=PretrainedConfig(hidden_size=hidden_size),  # type: ignore[call-arg]
         subtalker_sampling_params={"do_sample": False, "top_k": 1},
     )
     runner.model_config = model_config
@@ -450,7 +454,7 @@ def _make_runner(
 
     make = runner._make_buffer
     runner.input_ids = make(max_tokens, dtype=torch.int32)
-    runner.inputs_embeds = make(max_tokens, HIDDEN, dtype=torch.float32, numpy=False)
+    runner.inputs_embeds = make(max_tokens, hidden_size, dtype=dtype, numpy=False)
     runner.query_start_loc = make(max_requests + 1, dtype=torch.int32)
     runner.is_token_ids = make(max_tokens, dtype=torch.bool)
     device_side(runner.is_token_ids).fill_(True)

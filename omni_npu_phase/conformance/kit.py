@@ -8,23 +8,28 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pytest
 
 from omni_npu_phase.conformance import parity, suite
-from omni_npu_phase.conformance.report import Parity, Report, parse_xfails
+from omni_npu_phase.conformance.model_cases import CASES
+from omni_npu_phase.conformance.model_kit import ModelUnderTest, load_model
+from omni_npu_phase.conformance.report import Parity, Report, parse_xfails, verdict
 from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario, Variant
-from omni_npu_phase.contract import CLAUSES, Tier
+from omni_npu_phase.contract import CLAUSES, Clause, Tier
 
 if TYPE_CHECKING:
     from omni_npu_phase.conformance.judge import Judgement
+    from omni_npu_phase.conformance.model_bench import ModelBench
     from omni_npu_phase.conformance.suite import Mode
 
 _TESTS = {"test_clauses.py": "phase_runner", "test_model.py": "phase_model"}
 _SEEN = "seen."
 _GOLDEN = "golden trace"
+_NOTHING_NAMED = "name what to judge: --phase-runner MODULE:FACTORY, --phase-model MODULE:FACTORY, or both"
 Loaded = TypeVar("Loaded")
 Record = Callable[[tuple[str, object]], None]
 """Takes a property of a test, as (name, value)."""
@@ -35,10 +40,16 @@ class Kit:
 
     runner: suite.RunnerClasses
     classes: suite.RunnerClasses
+    model: ModelUnderTest
+    around: suite.RunnerClasses
+    """The installed runner with the mixin, which drives the model."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.runner_name: str | None = config.getoption("phase_runner")
+        self.model_name: str | None = config.getoption("phase_model")
+        if self.runner_name is None and self.model_name is None:
+            stop(_NOTHING_NAMED)
         self.mode: Mode = config.getoption("phase_mode")
         self.device_name: str = config.getoption("phase_device")
         tier = config.getoption("phase_tier")
@@ -72,19 +83,44 @@ class Kit:
     def _run(self, scenario_id: str, variant: Variant) -> suite.Case | None:
         return suite.run_case(self.classes, self.mode, BY_ID[scenario_id], variant, self.device)
 
+    def bench(self, **how: bool) -> ModelBench:
+        """The model on a bench of its own."""
+        from omni_npu_phase.conformance.model_bench import ModelBench
+
+        return ModelBench(self.model, self.around.autoregressive, **how)
+
+    @property
+    def request_names(self) -> list[str]:
+        """The requests of the model; one without a name where it is not loaded, as sessions that only collect."""
+        return ["request"] if self.config.getoption("collectonly") else list(self.model.requests)
+
+    def session_properties(self) -> dict[str, str]:
+        """What is judged, and on what: versions, mode, device and names."""
+        runtime = suite.describe_runtime(self.around if self.runner_name is None else self.runner, self.device_name)
+        names = {"runner": self.runner_name or "none", "model": self.model_name or "none"}
+        return {**runtime["packages"], "mode": self.mode, "device": self.device_name, **names}
+
     # The session.
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
-        """Load what is judged before anything is collected or written."""
-        if self.config.getoption("collectonly"):
-            return
+    def load(self) -> None:
+        """Load what is judged, before anything is collected or written."""
         # As with python -m: a module of the current folder is found.
         sys.path.insert(0, str(self.config.invocation_params.dir))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # A model first: its factory may choose the platform, which is chosen when vLLM is imported.
+        if self.model_name is not None:
+            _say(f"loading {self.model_name}")
+            self.model, self.around = _or_stop(self._load_model)
         if self.runner_name is not None:
             _say(f"loading {self.runner_name}")
             self.device, self.runner, self.classes = _or_stop(self._load_runner)
+
+    def _load_model(self) -> tuple[ModelUnderTest, suite.RunnerClasses]:
+        assert self.model_name is not None
+        suite.prepare_device(self.device_name)
+        model = load_model(self.model_name)
+        runner = suite.load_runner("gpu-v1" if self.device_name == "cpu" else "npu-v1")
+        return model, suite.classes_for("mixin", runner)
 
     def _load_runner(self) -> tuple[str, suite.RunnerClasses, suite.RunnerClasses]:
         assert self.runner_name is not None
@@ -107,8 +143,8 @@ class Kit:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         ended = report.when == "call" or report.outcome != "passed"
         if ended and report.when != "teardown":
-            failed_setup = report.when == "setup" and report.outcome == "failed"
-            undecided = {"undecided": report.longreprtext} if failed_setup else {}
+            told = any(name.startswith(_SEEN) for name, _ in report.user_properties)
+            undecided = {"undecided": report.longreprtext} if report.outcome == "failed" and not told else {}
             skipped = report.outcome == "skipped" and not hasattr(report, "wasxfail")
             self._found.append({**dict(report.user_properties), **undecided, "skipped": skipped})
 
@@ -126,7 +162,8 @@ class Kit:
         terminalreporter.section("phase contract")
         for report in self._reports():
             for mode in report.modes:
-                terminalreporter.line(f"{report.runtime['runner']}, {mode}: {report.counts(mode)}")
+                name = self.model_name if mode == "model" else self.runner_name
+                terminalreporter.line(f"{name}, {mode}: {report.counts(mode)}")
                 for clause, _, status, failing, seen in report.rows(mode):
                     if status not in ("pass", "not_applicable"):
                         terminalreporter.line(f"{clause} {status} in {failing}: {seen}")
@@ -141,6 +178,25 @@ class Kit:
     def _reports(self) -> Iterator[Report]:
         if self.runner_name is not None:
             yield self._runner_report()
+        if self.model_name is not None:
+            yield self._model_report()
+
+    def _model_report(self) -> Report:
+        judgements = [judgement for found in self._found for judgement in _judgements(found, "case", "request")]
+        results = []
+        for case in CASES.values():
+            own = [judgement for judgement in judgements if judgement.clause == case.id]
+            absent = "not run, or the model cannot show it"
+            result = verdict(
+                "model", Clause(case.id, case.sentence, "required"), own, self.xfails.get(case.id), absent=absent
+            )
+            results.append(replace(result, detail=result.detail or case.sentence))
+        model = type(self.model.model)
+        runtime = suite.describe_runtime(self.around, self.device_name)
+        return Report(
+            {**runtime, "model": self.model_name, "model class": f"{model.__module__}.{model.__qualname__}"},
+            tuple(results),
+        )
 
     def _runner_report(self) -> Report:
         judgements = [judgement for found in self._found for judgement in _judgements(found)]
@@ -171,7 +227,7 @@ def kit_of(config: pytest.Config) -> Kit:
     """The session's kit; a session that names nothing to judge ends here."""
     kit = config.stash.get(KIT, None)
     if kit is None:
-        stop("name what to judge: --phase-runner MODULE:FACTORY, --phase-model MODULE:FACTORY, or both")
+        stop(_NOTHING_NAMED)
     return kit
 
 
@@ -191,27 +247,27 @@ def record_golden(difference: str | None, record: Record) -> None:
     record((_GOLDEN, difference or ""))
 
 
-def _judgements(found: Mapping[str, Any]) -> Iterator[Judgement]:
-    """What one test says for or against clauses."""
+def _judgements(found: Mapping[str, Any], what: str = "clause", where: str = "scenario") -> Iterator[Judgement]:
+    """What one test says for or against clauses, or against cases."""
     from omni_npu_phase.conformance.judge import Judgement
 
-    if "scenario" not in found or found["skipped"]:
+    if where not in found or found["skipped"]:
         return
-    where = found["scenario"], found["variant"]
+    place = found[where], found.get("variant", where)
     against = {name.removeprefix(_SEEN): seen for name, seen in found.items() if name.startswith(_SEEN)}
     for clause, seen in against.items():
-        yield Judgement(clause, *where, seen)
-    if "clause" in found and "undecided" in found:
-        yield Judgement(found["clause"], *where, found["undecided"], undecided=True)
-    elif "clause" in found and not against:
-        yield Judgement(found["clause"], *where)
+        yield Judgement(clause, *place, seen)
+    if what in found and "undecided" in found:
+        yield Judgement(found[what], *place, found["undecided"], undecided=True)
+    elif what in found and not against:
+        yield Judgement(found[what], *place)
 
 
 def _read_xfails(path: Path | None) -> dict[str, str]:
     if path is None:
         return {}
     try:
-        return parse_xfails(path.read_text(encoding="utf-8-sig"))
+        return parse_xfails(path.read_text(encoding="utf-8-sig"), {*CLAUSES, *CASES})
     except (OSError, ValueError) as error:
         stop(f"--phase-xfail {path}: {error}")
 

@@ -54,8 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("phase_runner") or config.getoption("phase_model"):
+    if config.getoption("phase_runner") or config.getoption("phase_model") or __package__ in config.args:
         from omni_npu_phase.conformance import kit
 
         config.stash[kit.KIT] = kit.Kit(config)
         config.pluginmanager.register(config.stash[kit.KIT], "omni_npu_phase_kit")
+        if not config.getoption("collectonly") and not config.getoption("help"):
+            config.stash[kit.KIT].load()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
@@ -175,8 +175,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield prefix + name, ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def parse_xfails(text: str) -> dict[str, str]:
-    """Read an expected-failures file: one ``CLAUSE: reason`` a line, ``#`` begins a comment. Raises ValueError."""
+def parse_xfails(text: str, known: Collection[str] = CLAUSES) -> dict[str, str]:
+    """Read an expected-failures file: one ``CLAUSE: reason`` a line, ``#`` begins a comment. Raises ValueError.
+
+    ``known``: what may be listed, if it is not clauses alone.
+    """
     reasons: dict[str, str] = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         # Not within a word, as in omni#4382.
@@ -184,8 +187,8 @@ def parse_xfails(text: str) -> dict[str, str]:
         if not line:
             continue
         clause, _, reason = (part.strip() for part in line.partition(":"))
-        if clause not in CLAUSES:
-            raise ValueError(f"line {number}: {clause!r} is no clause")
+        if clause not in known:
+            raise ValueError(f"line {number}: {clause!r} is no clause{'' if known is CLAUSES else ' and no case'}")
         if not reason:
             raise ValueError(f"line {number}: {clause} has no reason; write '{clause}: why it fails'")
         if clause in reasons:

@@ -96,7 +96,7 @@ def _load_class(module: str, attribute: str) -> type:
     if callable(found) and not isinstance(found, type):
         found = call_factory(found, f"{module}:{attribute}")
         if not isinstance(found, type):
-            raise NoRuntimeError(f"{module}:{attribute} returned {_described(found)}, which is no class")
+            raise NoRuntimeError(f"{module}:{attribute} returned {described(found)}, which is no class")
     if not isinstance(found, type):
         raise NoRuntimeError(f"{module}:{attribute} is no class and no function that returns one")
     return found
@@ -129,7 +129,8 @@ def call_factory(factory: Callable[[], Any], name: str) -> Any:
         raise NoRuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """A value in words, for a message that says what came instead."""
     return "None" if value is None else f"a {type(value).__qualname__}"
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from omni_npu_phase.conformance import parity, suite
@@ -37,26 +35,6 @@ def _clauses(kit: Kit) -> list[object]:
         for scenario, variant in kit.runs()
         for clause in kit.clauses_of(scenario, variant)
     ]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _versions(kit: Kit, record_testsuite_property: Callable[[str, object], None]) -> None:
-    for name, value in suite.describe_runtime(kit.runner, kit.device_name)["packages"].items():
-        record_testsuite_property(name, value)
-    record_testsuite_property("runner", kit.runner.name)
-    record_testsuite_property("mode", kit.mode)
-    record_testsuite_property("device", kit.device_name)
-
-
-@pytest.fixture(scope="session")
-def kit(request: pytest.FixtureRequest) -> Kit:
-    return kit_of(request.config)
-
-
-@pytest.fixture
-def record(request: pytest.FixtureRequest) -> Record:
-    """Notes a property of the test. As record_property, without its warning about older formats of JUnit files."""
-    return request.node.user_properties.append  # type: ignore[no-any-return]
 
 
 @pytest.fixture

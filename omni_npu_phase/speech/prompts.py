@@ -18,6 +18,8 @@ class Prompt:
     text: str
     speaker: str
     language: str
+    by_frame: bool = False
+    """Whether the talker reads the text frame by frame, and not with its prompt."""
 
     @property
     def information(self) -> dict[str, Any]:
@@ -28,6 +30,7 @@ class Prompt:
             "speaker": [self.speaker],
             "language": [self.language.capitalize()],
             "instruct": [""],
+            **({"non_streaming_mode": [False]} if self.by_frame else {}),
         }
 
     def length(self, model: Path) -> int:

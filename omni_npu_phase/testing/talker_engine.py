@@ -84,9 +84,20 @@ def talker_engine(
     model: Path, *, budget: int = 64, asynchronous: bool = False, **settings: Any
 ) -> Iterator[TalkerEngine]:
     """An engine of the talker stage with ``budget`` tokens a step; ``settings`` are vLLM-Omni's engine arguments."""
-    import vllm_omni.patch  # noqa: F401
+    config = talker_config(model, budget=budget, asynchronous=asynchronous, **settings)
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
+
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    try:
+        yield TalkerEngine(core)
+    finally:
+        core.shutdown()
+
+
+def talker_config(model: Path, *, budget: int = 64, asynchronous: bool = False, **settings: Any) -> Any:
+    """vLLM's configuration of that engine."""
+    import vllm_omni.patch  # noqa: F401
     from vllm_omni.engine.arg_utils import OmniEngineArgs
 
     scheduler = "OmniARAsyncScheduler" if asynchronous else "OmniARScheduler"
@@ -114,9 +125,4 @@ def talker_engine(
         "scheduler_cls": f"vllm_omni.core.sched.omni_ar_scheduler.{scheduler}",
         **settings,
     }
-    config = OmniEngineArgs(**arguments).create_engine_config()
-    core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    try:
-        yield TalkerEngine(core)
-    finally:
-        core.shutdown()
+    return OmniEngineArgs(**arguments).create_engine_config()

@@ -106,7 +106,7 @@ def test_expected_failures(tmp_path: Path) -> None:
     ("arguments", "advice"),
     [
         (("--scenario", "nope"), "no scenario nope; see: omni-npu-phase verify --list"),
-        (("--runner", "nope"), "--runner takes gpu-v1, gpu-v2, npu-v1 or MODULE:CLASS"),
+        (("--runner", "nope"), "a runner is gpu-v1, gpu-v2, npu-v1 or MODULE:CLASS"),
         (("--runner", "os:path"), "os:path is no class"),
         (("--xfail", "no/such/file"), "--xfail no/such/file"),
         (("--output", "no/such/folder/report"), "there is no folder no/such/folder"),

@@ -144,7 +144,7 @@ def test_a_scenario_id_names_one_scenario() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("nothing", "takes gpu-v1, gpu-v2, npu-v1 or MODULE:CLASS"),
+        ("nothing", "a runner is gpu-v1, gpu-v2, npu-v1 or MODULE:CLASS"),
         ("no_such_module:Runner", "cannot import no_such_module"),
         ("collections:NoClass", "has no NoClass"),
         ("os:path", "is no class"),

@@ -42,7 +42,12 @@ def test_golden_file_is_what_cpu_makes(scenario: Any, fresh: dict[str, str]) -> 
 
 def test_no_golden_file_without_a_scenario() -> None:
     folder = Path(parity.__file__).parent / "golden"
-    assert {path.stem for path in folder.iterdir()} == set(BY_ID)
+    assert {path.stem for path in folder.iterdir()} == {*BY_ID, "shown"}
+
+
+def test_clauses_shown_are_what_cpu_shows(fresh: dict[str, str]) -> None:
+    path = Path(parity.__file__).parent / "golden" / "shown.json"
+    assert path.read_text(encoding="utf-8") == fresh["shown.json"]
 
 
 @pytest.mark.parametrize("hook", ["scalar", "batched"])
