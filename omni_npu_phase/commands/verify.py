@@ -193,7 +193,9 @@ def _tables(report: reports.Report) -> list[Table | str]:
             table.add_column(header, overflow="fold")
         for clause, tier, status, failing, seen in report.rows(mode):
             style = _STYLES[status]
-            table.add_row(clause, tier, f"[{style}]{status.replace('_', ' ')}[/]", _few(failing), console.escape(seen))
+            table.add_row(
+                clause, tier, f"[{style}]{status.replace('_', ' ')}[/]", reports.few(failing), console.escape(seen)
+            )
         parts += [table, ""]
     if report.parity is not None:
         parts.append(console.escape(f"With the mixin, {report.parity}"))
@@ -202,11 +204,6 @@ def _tables(report: reports.Report) -> list[Table | str]:
 
 def _title(mode: str) -> str:
     return {"released": "As released", "mixin": "With PhaseRoutingMixin"}[mode]
-
-
-def _few(failing: str) -> str:
-    names = failing.split(", ")
-    return failing if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def _listed(case: Scenario) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from omni_npu_phase.conformance import parity, suite
 from omni_npu_phase.conformance.model_cases import CASES
 from omni_npu_phase.conformance.model_kit import ModelUnderTest, load_model
-from omni_npu_phase.conformance.report import Parity, Report, parse_xfails, verdict
+from omni_npu_phase.conformance.report import Parity, Report, few, parse_xfails, verdict
 from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario, Variant
 from omni_npu_phase.contract import CLAUSES, Clause, Tier
 
@@ -166,7 +166,7 @@ class Kit:
                 terminalreporter.line(f"{name}, {mode}: {report.counts(mode)}")
                 for clause, _, status, failing, seen in report.rows(mode):
                     if status not in ("pass", "not_applicable"):
-                        terminalreporter.line(f"{clause} {status} in {failing}: {seen}")
+                        terminalreporter.line(f"{clause} {status} in {few(failing)}: {seen}")
             if report.parity is not None:
                 terminalreporter.line(f"With the mixin, {report.parity}")
 

@@ -175,6 +175,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield prefix + name, ", ".join(value) if isinstance(value, list) else str(value)
 
 
+def few(failing: str) -> str:
+    """Names of failing scenarios, for where there is little room."""
+    names = failing.split(", ")
+    return failing if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
 def parse_xfails(text: str, known: Collection[str] = CLAUSES) -> dict[str, str]:
     """Read an expected-failures file: one ``CLAUSE: reason`` a line, ``#`` begins a comment. Raises ValueError.
 

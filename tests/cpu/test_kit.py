@@ -19,6 +19,10 @@ from omni_npu_phase.versions import version_of
 from tests.cpu.kit_sessions import PLUGIN, run_kit
 from tests.cpu.mutants import MUTANTS
 
+if sys.version_info >= (3, 11):
+    import tomllib
+
+ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytester"]
 _FACTORIES = """
 def raises():
@@ -146,7 +150,26 @@ def test_a_run_that_differs_from_its_golden_trace_fails(kit: Kit, monkeypatch: p
     assert "routing differs from the golden traces in 1 of 1 runs" in report.read_text(encoding="utf-8")
 
 
-# Tiers, names, choosing.
+# Options, tiers, names, choosing.
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_pytest_finds_the_plugin_where_the_package_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["pytest11"] == {"omni_npu_phase": PLUGIN}
+
+
+@pytest.mark.parametrize("guide", ["runner.md", "vendor-ci.md"])
+def test_guides_name_options_and_tests_that_there_are(guide: str, kit: Kit) -> None:
+    text = (ROOT / "docs" / "guides" / guide).read_text(encoding="utf-8")
+    known = kit.run("--help").stdout.str()
+    for option in set(re.findall(r"--phase-[a-z]+", text)):
+        assert option in known
+    for name in set(re.findall(r"test_clause\[[^\]]+\]", text)):
+        result = kit.run("--phase-runner", "gpu-v1", "--collect-only", "-q", "-k", name)
+        assert name in result.stdout.str()
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (ROOT / "docs" / "guides" / link).exists()
 
 
 def test_tiers_are_marked_and_chosen(kit: Kit) -> None:
