@@ -190,7 +190,7 @@ class Kit:
             result = verdict(
                 "model", Clause(case.id, case.sentence, "required"), own, self.xfails.get(case.id), absent=absent
             )
-            results.append(replace(result, detail=result.detail or case.sentence))
+            results.append(replace(result, tier="model", detail=result.detail or case.sentence))
         model = type(self.model.model)
         runtime = suite.describe_runtime(self.around, self.device_name)
         return Report(
@@ -253,7 +253,7 @@ def _judgements(found: Mapping[str, Any], what: str = "clause", where: str = "sc
 
     if where not in found or found["skipped"]:
         return
-    place = found[where], found.get("variant", where)
+    place = found[where], found["variant"]
     against = {name.removeprefix(_SEEN): seen for name, seen in found.items() if name.startswith(_SEEN)}
     for clause, seen in against.items():
         yield Judgement(clause, *place, seen)

@@ -31,13 +31,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_model(case: str, request_name: str, kit: Kit, record: Record) -> None:
     """A case of the model kit, for one request."""
-    record(("case", case))
-    record(("request", request_name))
+    _note(case, request_name, kit, record)
     try:
         seen = first_seen(CASES[case].check(kit.bench, request_name))
     except NotShownError as reason:
         pytest.skip(str(reason))
     expect_nothing_against({case: seen} if seen else {}, kit, record)
+
+
+def _note(case: str, request_name: str, kit: Kit, record: Record) -> None:
+    record(("case", case))
+    record(("request", request_name))
+    record(("variant", type(kit.model.model).__qualname__))
 
 
 def first_seen(findings: Iterator[str]) -> str:
@@ -69,8 +74,7 @@ def test_any_chunks(request_name: str, kit: Kit, record: Record) -> None:
         seen = first_seen(in_chunks(bench, request_name, chunks))
         assert not seen
 
-    record(("case", "chunks"))
-    record(("request", request_name))
+    _note("chunks", request_name, kit, record)
     few = settings(max_examples=25, derandomize=True, database=None, deadline=None)
     with contextlib.suppress(AssertionError):
         few(given(sets(integers(1, length - 1)))(is_the_whole_prompt))()
