@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from omni_npu_phase.conformance.model_bench import ModelBench
     from omni_npu_phase.conformance.suite import Mode
 
-_TESTS = {"test_clauses.py": "phase_runner", "test_model.py": "phase_model"}
+_RUNNER_TESTS, _MODEL_TESTS = "test_clauses.py", "test_model.py"
 _SEEN = "seen."
 _GOLDEN = "golden trace"
 _NOTHING_NAMED = "name what to judge: --phase-runner MODULE:FACTORY, --phase-model MODULE:FACTORY, or both"
@@ -80,6 +80,16 @@ class Kit:
         shown = parity.clauses_shown(scenario)[str(variant)]
         return [clause for clause in shown if CLAUSES[clause].tier in self.tiers]
 
+    @property
+    def listed_clauses(self) -> list[str]:
+        """Clauses of the tiers asked for that are listed as expected failures."""
+        return [name for name in self.xfails if name in CLAUSES and CLAUSES[name].tier in self.tiers]
+
+    @property
+    def listed_cases(self) -> list[str]:
+        """The same of the model kit's cases."""
+        return [name for name in self.xfails if name in CASES]
+
     def _run(self, scenario_id: str, variant: Variant) -> suite.Case | None:
         return suite.run_case(self.classes, self.mode, BY_ID[scenario_id], variant, self.device)
 
@@ -131,14 +141,16 @@ class Kit:
         return device, runner, suite.classes_for(self.mode, runner)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        if collection_path.parent != Path(__file__).parent or collection_path.name not in _TESTS:
-            return None
-        return True if self.config.getoption(_TESTS[collection_path.name]) is None else None
+        """No tests of what was not named."""
+        named = {_RUNNER_TESTS: self.runner_name, _MODEL_TESTS: self.model_name}
+        ours = collection_path.parent == Path(__file__).parent
+        return True if ours and named.get(collection_path.name, "") is None else None
 
     def pytest_pycollect_makeitem(self, collector: pytest.Collector, name: str) -> list[pytest.Item] | None:
         """No tests of expected failures where none are listed."""
-        ours = collector.path.parent == Path(__file__).parent
-        return [] if ours and name == "test_expected_failure" and not self.xfails else None
+        listed = {_RUNNER_TESTS: self.listed_clauses, _MODEL_TESTS: self.listed_cases}
+        ours = collector.path.parent == Path(__file__).parent and name == "test_expected_failure"
+        return [] if ours and not listed[collector.path.name] else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         ended = report.when == "call" or report.outcome != "passed"

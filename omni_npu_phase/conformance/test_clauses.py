@@ -19,8 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         runs = [pytest.param(*run, id=f"{run[0].id}-{run[1].id}") for run in kit.runs()]
         metafunc.parametrize(("scenario", "variant"), runs)
     elif metafunc.function is test_expected_failure:
-        listed = [clause for clause in kit.xfails if clause in CLAUSES and CLAUSES[clause].tier in kit.tiers]
-        metafunc.parametrize("listed", listed)
+        metafunc.parametrize("listed", kit.listed_clauses)
 
 
 def _clauses(kit: Kit) -> list[object]:

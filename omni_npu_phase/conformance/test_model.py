@@ -22,7 +22,7 @@ from omni_npu_phase.contract import ContractError
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kit = kit_of(metafunc.config)
     if metafunc.function is test_expected_failure:
-        metafunc.parametrize("listed", [case for case in kit.xfails if case in CASES])
+        metafunc.parametrize("listed", kit.listed_cases)
         return
     if metafunc.function is test_model:
         metafunc.parametrize("case", CASES)
