@@ -44,6 +44,14 @@ class ReturnsTheWholePrompt(ToyTalker):
         return ids, self.text[info["phrase"]] if info[IS_PREFILL] else embeds, updates
 
 
+class IgnoresItsPrompt(ToyTalker):
+    """Whatever is read, no two places differ: nothing would show."""
+
+    def preprocess(self, input_ids: torch.Tensor, input_embeds: Any, **info: Any) -> Any:
+        ids, embeds, updates = super().preprocess(input_ids, input_embeds, **info)
+        return ids, torch.zeros_like(embeds) if info[IS_PREFILL] else embeds, updates
+
+
 class CountsDecodeCalls(ToyTalker):
     """The text moves on with every call of a decode hook, rewound when a prompt begins."""
 
@@ -172,6 +180,7 @@ WRONG_MODELS = (
     _wrong(DecidesBySpan, "tail", "chunks", "cached", "replay", "company", "mtp-inputs"),
     _wrong(SlicesByItsOwnCounter, "cached", "replay"),
     _wrong(ReturnsTheWholePrompt, "results", "tail", "chunks", "cached", "replay", "company"),
+    _wrong(IgnoresItsPrompt, "chunks"),
     _wrong(CountsDecodeCalls, "resume-one-by-one"),
     _wrong(CountsDecodeTokens, "resume", "resume-one-by-one"),
     _wrong(CountsBehindThePrompt, "resume-crossing", "resume-one-by-one"),
