@@ -120,15 +120,22 @@ class _Bench:
         self.max_tokens = max(spans) + _ROWS_BEHIND
         self.max_len = max(row.prompt + row.computed + row.span for rows in scenario.steps for row in rows) + 8
         self.max_requests = max(_FEWEST_REQUESTS, *map(len, scenario.steps))
-        behaviour = scenario.behaviour
-        # Released code recognises a model by its class name.
-        self.model = type(behaviour.class_name, (self.model_class,), {})(
-            behaviour, batched=variant.hook == "batched", mtp=variant.mtp, max_rows=self.max_requests, device=device
-        )
+        self.model = self._make_model()
         self.runner = self._make_runner(cls)
         self.model.ids, self.model.buffer = self._inputs()
         self.model.returning = self._remember
         self.hidden = torch.zeros(self.max_tokens, HIDDEN, device=device)
+
+    def _make_model(self) -> Any:
+        behaviour = self.scenario.behaviour
+        # Released code recognises a model by its class name.
+        return type(behaviour.class_name, (self.model_class,), {})(
+            behaviour,
+            batched=self.variant.hook == "batched",
+            mtp=self.variant.mtp,
+            max_rows=self.max_requests,
+            device=self.device,
+        )
 
     def _make_runner(self, cls: type) -> Any:
         return _make_runner(
