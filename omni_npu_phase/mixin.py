@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from omni_npu_phase import buffers, routing
 from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.buffers.gather import Gathered
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.mtp import TalkerMtp, device_side, mtp_inputs
 from omni_npu_phase.plan import Run, StepPlan, plan_step
@@ -61,12 +62,16 @@ class PhaseRoutingMixin:
         # An unknown runner is refused before anything of the step has happened.
         runtime = phase.runtime
         plan = _plan(self, scheduler_output, num_input_tokens)
-        with _hooks_masked(self, phase, plan):
+        model = self.model
+        self.model, phase.plan = _HooksMasked(model), plan
+        try:
             outputs = released(scheduler_output, num_input_tokens, intermediate_tensors)
             ids, embeds, *passed_through = _expect(outputs, runtime)
             if embeds is None:
                 embeds = device_side(self.inputs_embeds)[:num_input_tokens]
                 self._collect_additional_information_for_prefill(plan.spans)
+        finally:
+            self.model, phase.plan = model, None
         if ids is None:
             ids = device_side(self.input_ids)[:num_input_tokens]
 
@@ -106,7 +111,7 @@ class PhaseRoutingMixin:
             rows = [self.input_batch.req_id_to_index[request_id] for request_id in decode_req_ids]
             if start_offsets is None:
                 start_offsets = [int(self.query_start_loc.cpu[row]) for row in rows]
-            call = Call(routing.MTP_HOOK, decode_req_ids, rows, inputs_embeds, self.model, phase.deviations)
+            call = Call(routing.MTP_HOOK, self.input_batch.req_ids, rows, inputs_embeds, self.model, phase.deviations)
             with phase.writing() as writes:
                 helper = phase.helper(inputs_embeds.device)
                 TalkerMtp(self, phase.runtime, helper, writes).run(call, start_offsets)
@@ -120,6 +125,7 @@ class PhaseRoutingMixin:
         if phase.active:
             with phase.writing() as writes:
                 writes.store([req_id], [routing.storable(upd)])
+                writes.own()
         else:
             super()._update_intermediate_buffer(req_id, upd)  # type: ignore[misc]
 
@@ -148,6 +154,7 @@ class _Phase:
     collecting: threading.local = field(default_factory=threading.local)
     """``writes``: those of the step or postprocess under way. An output thread may postprocess beside a step."""
     helpers: dict[torch.device, BufferHelper] = field(default_factory=dict)
+    _runtime: Runtime | None = None
 
     @property
     def active(self) -> bool:
@@ -158,26 +165,40 @@ class _Phase:
 
     @property
     def runtime(self) -> Runtime:
-        return runtime_of(released_classes(type(self.runner)))
+        if self._runtime is None:
+            self._runtime = runtime_of(released_classes(type(self.runner)))
+        return self._runtime
 
     def helper(self, device: torch.device) -> BufferHelper:
         if device not in self.helpers:
             self.helpers[device] = buffers.for_device(device)
         return self.helpers[device]
 
-    @contextmanager
-    def writing(self) -> Iterator[StateWrites]:
-        """Writes into live buffers that are complete when the outermost block ends, also when it ends in an error."""
-        outer: StateWrites | None = getattr(self.collecting, "writes", None)
+    def writing(self) -> _Writing:
+        """A block whose writes into live buffers are complete when the outermost one ends, also in an error."""
+        return _Writing(self)
+
+
+class _Writing:
+    """The writes of the block under way in this thread, of which only the outermost block is the owner."""
+
+    def __init__(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._writes: StateWrites | None = None
+
+    def __enter__(self) -> StateWrites:
+        phase = self._phase
+        outer: StateWrites | None = getattr(phase.collecting, "writes", None)
         if outer is not None:
-            yield outer
-            return
-        writes = self.collecting.writes = StateWrites(self.runner, self.helper(_device_of(self.runner)))
-        try:
-            yield writes
-        finally:
-            self.collecting.writes = None
-            writes.finish()
+            return outer
+        writes = StateWrites(phase.runner, phase.helper(_device_of(phase.runner)))
+        self._writes = phase.collecting.writes = writes
+        return writes
+
+    def __exit__(self, *error: object) -> None:
+        if self._writes is not None:
+            self._phase.collecting.writes = None
+            self._writes.finish()
 
 
 def _device_of(runner: Any) -> torch.device:
@@ -199,24 +220,24 @@ def _phase_of(runner: Any) -> _Phase:
 def _plan(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
     """The step's plan from the current input batch and request states (M3, M4, M7, E1, E4)."""
     request_ids = list(runner.input_batch.req_ids)
-    scheduled = scheduler_output.num_scheduled_tokens
-    prompt_lens, spans = [], []
-    for row, request_id in enumerate(request_ids):
-        state = runner.requests.get(request_id)
-        for missing, what in ((state is None, "a request state"), (request_id not in scheduled, "a scheduled span")):
-            if missing:
-                raise ContractError("E4", requests=[request_id], rows=[row], expected=what, actual="none")
-        prompt_lens.append(_prompt_len(state, request_id, row))
-        spans.append(scheduled[request_id])
+    requests, scheduled = runner.requests, scheduler_output.num_scheduled_tokens
+    _refuse_unknown(request_ids, requests, "a request state")
+    _refuse_unknown(request_ids, scheduled, "a scheduled span")
     count = len(request_ids)
     return plan_step(
         request_ids,
-        prompt_lens,
+        [_prompt_len(requests[request_id], request_id, row) for row, request_id in enumerate(request_ids)],
         runner.input_batch.num_computed_tokens_cpu[:count],
-        spans,
-        runner.query_start_loc.cpu[:count],
+        [scheduled[request_id] for request_id in request_ids],
+        runner.query_start_loc.np[:count],
         buffer_rows=buffer_rows,
     )
+
+
+def _refuse_unknown(request_ids: Sequence[str], known: Mapping[str, Any], what: str) -> None:
+    for row, request_id in enumerate(request_ids):
+        if request_id not in known:
+            raise ContractError("E4", requests=[request_id], rows=[row], expected=what, actual="none")
 
 
 def _prompt_len(state: Any, request_id: str, row: int) -> int:
@@ -243,8 +264,10 @@ def _overlay_prompt_embeds(
     plan: StepPlan, requests: Mapping[str, Any], embeds: torch.Tensor, helper: BufferHelper
 ) -> None:
     for row, request_id in enumerate(plan.request_ids):
+        if not plan.prefill[row]:
+            continue
         prompt_embeds = getattr(requests[request_id], "prompt_embeds_cpu", None)
-        if prompt_embeds is None or not plan.prefill[row]:
+        if prompt_embeds is None:
             continue
         start, computed = plan.offsets[row], plan.num_computed[row]
         count = min(plan.spans[row], plan.prompt_lens[row] - computed)
@@ -280,16 +303,6 @@ class _HooksMasked:
         return type(object.__getattribute__(self, "_model"))
 
 
-@contextmanager
-def _hooks_masked(runner: Any, phase: _Phase, plan: StepPlan) -> Iterator[None]:
-    model = runner.model
-    runner.model, phase.plan = _HooksMasked(model), plan
-    try:
-        yield
-    finally:
-        runner.model, phase.plan = model, None
-
-
 class _RunnerPort:
     """The V1 runner as the route sees it, for one step."""
 
@@ -305,7 +318,9 @@ class _RunnerPort:
         self._runner = runner
         self._plan = plan
         self._writes = writes
-        self._runtime = phase.runtime
+        self._requests = runner.requests
+        self._write_keywords = phase.runtime.write_keywords
+        self._attach_infos = phase.runtime.attach_infos
         self._helper = phase.helper(embeds.device)
         self.ids = ids
         self.embeds = embeds
@@ -313,49 +328,67 @@ class _RunnerPort:
         self.deviations = phase.deviations
         self.has_batched_hook = callable(getattr(self.model, routing.BATCHED_HOOK, None))
         self.gathers = False
+        self._gathered = Gathered(self._helper)
         self.mtp_width: int | None = None
         if getattr(runner, "has_talker_mtp", False):
             self._mtp_inputs = mtp_inputs(runner)
             self.mtp_width = self._mtp_inputs[1].shape[-1]
 
     def infos(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return [live_info(self._runner, self._plan.request_ids[row]) for row in rows]
+        request_ids, live = self._plan.request_ids, self._runner.model_intermediate_buffer
+        # An empty buffer is no missing one, but looks like it; live_info tells them apart.
+        return [live.get(request_ids[row]) or live_info(self._runner, request_ids[row]) for row in rows]
 
     def _keywords(self, row: int, info: dict[str, Any]) -> dict[str, Any]:
         plan, request_id = self._plan, self._plan.request_ids[row]
-        state = self._runner.requests[request_id]
-        self._runtime.write_keywords(info, request_id, plan.prompt_lens[row], plan.num_computed[row], state)
-        return self._runtime.attach_infos(self._runner, request_id, info)
+        state = self._requests[request_id]
+        self._write_keywords(info, request_id, plan.prompt_lens[row], plan.num_computed[row], state)
+        return self._attach_infos(self._runner, request_id, info)
 
     def call_scalar(self, row: int, info: dict[str, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
         return self.model.preprocess(input_ids=ids, input_embeds=embeds, **self._keywords(row, info))
 
     def call_batch(self, run: Run, infos: list[dict[str, Any]], ids: torch.Tensor) -> Any:
-        req_infos = [self._keywords(row, info) for row, info in zip(run.rows, infos, strict=True)]
+        req_infos = list(map(self._keywords, run.rows, infos))
         return self.model.preprocess_decode_batch(input_ids=ids, req_infos=req_infos)
 
     def locate(self, run: Run) -> slice:
         start = self._plan.offsets[run.start]
         return slice(start, start + len(run.rows))
 
-    def write_rows(self, where: slice, ids: torch.Tensor | None, embeds: torch.Tensor) -> None:
-        self._helper.put(self.embeds, where, embeds)
+    def write_rows(self, where: slice, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
+        if embeds is not None:
+            self._helper.put(self.embeds, where, embeds)
         if ids is not None:
             self._helper.put(self.ids, where, ids)
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         self._writes.store([self._plan.request_ids[row] for row in rows], updates)
+        if len(rows) > 1:
+            # One copy of all is less than to ask of each who else can reach it.
+            self._writes.settle()
 
-    def fill_mtp(self, position: int, hidden: torch.Tensor, text_step: torch.Tensor) -> None:
-        stop = position + hidden.shape[0]
-        self._helper.copy(self._mtp_inputs[2][position:stop], hidden)
-        self._helper.copy(self._mtp_inputs[3][position:stop], text_step)
+    def fill_mtp(self, position: int, where: slice, *parts: torch.Tensor) -> None:
+        self._write_gathered(position)
+        stop = position + where.stop - where.start
+        for dest, part in zip(self._mtp_inputs[1:], parts, strict=True):
+            self._helper.copy(dest[position:stop], part)
+
+    def gather_mtp(self, position: int, where: slice, *parts: torch.Tensor) -> None:
+        self._gathered.add(parts)
+
+    def _write_gathered(self, position: int) -> None:
+        """Write the rows gathered one by one, which end before ``position`` of the MTP batch."""
+        if self._gathered:
+            self._gathered.write(self._mtp_inputs[1:], position - len(self._gathered))
+
+    def own(self) -> None:
+        self._gathered.own()
+        self._writes.own()
 
     def run_mtp(self, rows: Sequence[int]) -> None:
+        self._write_gathered(len(rows))
         offsets = [self._plan.offsets[row] for row in rows]
-        located, count = self._helper.rows(offsets), len(offsets)
-        # Ids and embeddings are at their own offsets by now: two gathers serve all rows.
-        self._helper.take(self.ids, located, out=self._mtp_inputs[0][:count])
-        self._helper.take(self.embeds, located, out=self._mtp_inputs[1][:count])
+        self._helper.take(self.ids, self._helper.rows(offsets), out=self._mtp_inputs[0][: len(rows)])
         request_ids = [self._plan.request_ids[row] for row in rows]
         self._runner._talker_mtp_forward(request_ids, self.embeds, offsets)

@@ -217,8 +217,9 @@ class _StatePort:
     def locate(self, run: Run) -> Rows:
         return self._helper.rows([self._plan.offsets[row] for row in run.rows])
 
-    def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor) -> None:
-        self._helper.put(self.embeds, where, embeds)
+    def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
+        if embeds is not None:
+            self._helper.put(self.embeds, where, embeds)
         if ids is not None:
             self._helper.put(self.ids, where, ids)
 
@@ -246,10 +247,19 @@ class _StatePort:
         on_host = isinstance(value, torch.Tensor) and value.device.type == self._helper.device.type == "cpu"
         return self._helper.snapshot(value) if on_host else value
 
-    def fill_mtp(self, position: int, hidden: torch.Tensor, text_step: torch.Tensor) -> None:
+    def fill_mtp(
+        self, position: int, where: Rows, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor
+    ) -> None:
+        # The released MTP step reads embeddings from the step's own buffer.
+        self._helper.put(self.embeds, where, embeds)
         stop = position + hidden.shape[0]
         self._helper.copy(self._hidden[position:stop], hidden)
         self._helper.copy(self._text_step[position:stop], text_step)
+
+    gather_mtp = fill_mtp
+
+    def own(self) -> None:
+        """Everything is copied as soon as it is handed over."""
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         # A generator is one stream (T8). The released loop over rows joins their results, which may lie in the same

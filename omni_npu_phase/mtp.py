@@ -49,21 +49,26 @@ class TalkerMtp:
 
         The resulting embeddings land in ``call.embeds`` at ``offsets`` (T4), the codes in the live buffers (T5).
         """
-        generators = self._generators(call.requests)
-        seeded = any(generator is not None for generator in generators)
-        if len(offsets) > 1 and seeded and not getattr(call.model, "talker_mtp_accepts_per_row_generators", False):
+        requests = call.requests
+        generators = self._generators(requests)
+        if (
+            len(offsets) > 1
+            and any(generators)
+            and not getattr(call.model, "talker_mtp_accepts_per_row_generators", False)
+        ):
             self._run_row_by_row(call, offsets, generators)
         else:
             self._run_once(call, offsets, generators)
 
     def _run_once(self, call: Call, offsets: Sequence[int], generators: Sequence[torch.Generator | None]) -> None:
+        runner, runtime, count = self._runner, self._runtime, len(offsets)
         keywords = self._keywords(call, generators)
-        mode, descriptor, padded = self._runtime.mtp_graph(self._runner, len(offsets))
+        mode, descriptor, padded = runtime.mtp_graph(runner, count)
         # A replay ignores keywords, and with them the request's own generator (T8).
-        if not self._runtime.is_graph(self._runner) or "generator" in keywords or "generators" in keywords:
-            mode, padded = self._runtime.eager(), len(offsets)
-        with self._runtime.forward_context(self._runner.vllm_config, mode, descriptor):
-            raw = self._runner.talker_mtp(*(buffer[:padded] for buffer in mtp_inputs(self._runner)), **keywords)
+        if not runtime.is_graph(runner) or "generator" in keywords or "generators" in keywords:
+            mode, padded = runtime.eager(), count
+        with runtime.forward_context(runner.vllm_config, mode, descriptor):
+            raw = runner.talker_mtp(*(buffer[:padded] for buffer in mtp_inputs(runner)), **keywords)
         new_embeds, codes = results.mtp_result(call, raw)
         self._helper.put(call.embeds, self._helper.rows(offsets), new_embeds)
         if codes is not None:
@@ -78,32 +83,34 @@ class TalkerMtp:
             for row, offset in enumerate(offsets):
                 for buffer in buffers if row else ():
                     buffer[:1].copy_(buffer[row : row + 1])
-                alone = replace(call, requests=call.requests[row : row + 1], rows=call.rows[row : row + 1])
+                alone = replace(call, rows=call.rows[row : row + 1])
                 self._run_once(alone, [offset], generators[row : row + 1])
         finally:
             for buffer, first_row in zip(buffers, first_rows, strict=True):
                 buffer[:1].copy_(first_row)
 
     def _store_codes(self, call: Call, codes: Any) -> None:
-        key, count = output_key(call.model), len(call.requests)
+        key, requests = output_key(call.model), call.requests
         marks = {}
         validity = getattr(call.model, "talker_mtp_validity_key", None)
         if validity is not None:
             device = codes.device if isinstance(codes, torch.Tensor) else call.embeds.device
-            marks[validity] = torch.ones(count, dtype=torch.bool, device=device)
+            marks[validity] = torch.ones(len(requests), dtype=torch.bool, device=device)
         if isinstance(codes, torch.Tensor):
-            self._writes.store_codes(call.requests, key, codes, marks)
+            self._writes.store_codes(requests, key, codes, marks)
             return
-        columns: dict[Any, Any] = {key: [copy(codes[row : row + 1]) for row in range(count)], **marks}
-        for row, request_id in enumerate(call.requests):
+        columns: dict[Any, Any] = {key: [copy(codes[row : row + 1]) for row in range(len(requests))], **marks}
+        for row, request_id in enumerate(requests):
             for name, column in columns.items():
                 self._writes.store([request_id], [{name[0]: {name[1]: column[row]}}])
+        # Another call may make its codes in the same memory.
+        self._writes.settle()
 
     def _keywords(self, call: Call, generators: Sequence[torch.Generator | None]) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)
         sampling = sampling if isinstance(sampling, dict) else {}
         keywords: dict[str, Any] = {name: sampling.get(name) for name in _SAMPLING}
-        if any(generator is not None for generator in generators):
+        if any(generators):
             if len(generators) == 1:
                 keywords["generator"] = generators[0]
             else:
@@ -121,22 +128,20 @@ class TalkerMtp:
         known: dict[str, torch.Generator] = runner.__dict__.setdefault("_talker_mtp_generators", {})
         for request_id in [request_id for request_id in known if request_id not in runner.requests]:
             del known[request_id]
+        sampling = [getattr(runner.requests[request_id], "sampling_params", None) for request_id in request_ids]
+        extras = [getattr(each, "extra_args", None) for each in sampling]
+        if not any(extras):
+            return [None] * len(extras)
         device = device_side(runner.talker_mtp_input_ids).device
         generators: list[torch.Generator | None] = []
-        for request_id in request_ids:
-            seed = self._seed(request_id)
+        for request_id, extra in zip(request_ids, extras, strict=True):
+            seed = extra.get(self._runtime.seed_key) if isinstance(extra, dict) else None
             generator = None if seed is None else known.get(request_id)
             if seed is not None and (generator is None or generator.device != device):
                 generator = known[request_id] = torch.Generator(device=device)
-                generator.manual_seed(seed)
+                generator.manual_seed(int(seed))
             generators.append(generator)
         return generators
-
-    def _seed(self, request_id: str) -> int | None:
-        sampling = getattr(self._runner.requests[request_id], "sampling_params", None)
-        extra = getattr(sampling, "extra_args", None)
-        seed = extra.get(self._runtime.seed_key) if isinstance(extra, dict) else None
-        return None if seed is None else int(seed)
 
 
 def output_key(model: object) -> tuple[Any, Any]:

@@ -19,10 +19,10 @@ from omni_npu_phase.contract import ContractError
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of the input batch, in its order, that one hook call takes.
+    """Rows of the input batch, in its order, that are routed alike.
 
-    A batched run is one-token decode rows, at contiguous offsets (R4) unless they were gathered; every other run is a
-    single row (R2).
+    A batched run is one call of the batched hook: one-token decode rows, at contiguous offsets (R4) unless they were
+    gathered. The rows of any other run get a scalar call each (R2).
     """
 
     rows: Sequence[int]
@@ -51,33 +51,32 @@ class StepPlan:
     def __len__(self) -> int:
         return len(self.request_ids)
 
-    def fields(self, row: int) -> dict[str, int | bool]:
-        """The runner-owned fields of a row (M1 to M5)."""
-        return {
-            contract.PROMPT_LEN: self.prompt_lens[row],
-            contract.NUM_COMPUTED: self.num_computed[row],
-            contract.IS_PREFILL: self.prefill[row],
-        }
+    def write_fields(self, rows: Sequence[int], infos: Sequence[dict[str, Any]]) -> None:
+        """Write the runner-owned fields of rows (M1 to M5) into the dictionaries that belong to them."""
+        for row, info in zip(rows, infos, strict=True):
+            info[contract.PROMPT_LEN] = self.prompt_lens[row]
+            info[contract.NUM_COMPUTED] = self.num_computed[row]
+            info[contract.IS_PREFILL] = self.prefill[row]
 
     def runs(self, *, batched: bool, gathered: bool = False) -> Iterator[Run]:
-        """Hook calls of the step in row order; ``batched``: whether the model has a batched decode hook (R2, R4).
+        """The step's rows in row order; ``batched``: whether the model has a batched decode hook (R2, R4).
 
         ``gathered``: that hook takes all its rows of the step at once, wherever they lie, before any other row.
         """
-        if not self.request_ids:
+        takes = self.eligible if batched else [False] * len(self)
+        if gathered and any(takes):
+            yield Run([row for row, taken in enumerate(takes) if taken], True)
+            others = [row for row, taken in enumerate(takes) if not taken]
+            if others:
+                yield Run(others, False)
             return
-        if batched and gathered:
-            decodes = [row for row, eligible in enumerate(self.eligible) if eligible]
-            if decodes:
-                yield Run(decodes, True)
-            yield from (Run(range(row, row + 1), False) for row, eligible in enumerate(self.eligible) if not eligible)
-            return
-        offsets = np.asarray(self.offsets)
-        takes = np.asarray(self.eligible) & batched
-        joins = takes[1:] & takes[:-1] & (offsets[1:] == offsets[:-1] + 1)
-        starts = [0, *(np.flatnonzero(~joins) + 1).tolist()]
-        for start, stop in zip(starts, [*starts[1:], len(self)], strict=True):
-            yield Run(range(start, stop), bool(takes[start]))
+        start = 0
+        for row in range(1, len(self)):
+            if takes[row] != takes[row - 1] or (takes[row] and self.offsets[row] != self.offsets[row - 1] + 1):
+                yield Run(range(start, row), takes[start])
+                start = row
+        if len(self):
+            yield Run(range(start, len(self)), takes[start])
 
 
 def plan_step(
@@ -94,20 +93,23 @@ def plan_step(
     All four arrays have shape (rows,) and any integer dtype; ``offsets`` are rows of the step's input buffer, which
     has ``buffer_rows`` rows. Raises :class:`ContractError` (E4) for a negative length or a span outside the buffer.
     """
-    prompt, computed, span, offset = (
-        np.asarray(values, dtype=np.int64).reshape(-1) for values in (prompt_lens, num_computed, spans, offsets)
-    )
-    _refuse(request_ids, prompt < 0, "a prompt length of at least 0", prompt)
-    _refuse(request_ids, computed < 0, "a progress of at least 0", computed)
-    _refuse(request_ids, span < 0, "a span of at least 0", span)
-    _refuse(request_ids, offset < 0, "an offset of at least 0", offset)
-    _refuse(request_ids, offset + span > buffer_rows, f"a span that ends within {buffer_rows} rows", offset + span)
+    lengths = np.empty((4, len(request_ids)), dtype=np.int64)
+    lengths[0], lengths[1], lengths[2], lengths[3] = prompt_lens, num_computed, spans, offsets
+    prompt, computed, span, offset = lengths
+    ends = offset + span
+    if np.minimum.reduce(lengths, axis=None, initial=0) < 0 or np.maximum.reduce(ends, initial=0) > buffer_rows:
+        _refuse(request_ids, prompt < 0, "a prompt length of at least 0", prompt)
+        _refuse(request_ids, computed < 0, "a progress of at least 0", computed)
+        _refuse(request_ids, span < 0, "a span of at least 0", span)
+        _refuse(request_ids, offset < 0, "an offset of at least 0", offset)
+        _refuse(request_ids, ends > buffer_rows, f"a span that ends within {buffer_rows} rows", ends)
+    columns = lengths.tolist()
     return StepPlan(
         request_ids=request_ids,
-        prompt_lens=prompt.tolist(),
-        num_computed=computed.tolist(),
-        spans=span.tolist(),
-        offsets=offset.tolist(),
+        prompt_lens=columns[0],
+        num_computed=columns[1],
+        spans=columns[2],
+        offsets=columns[3],
         prefill=contract.is_prefill(prompt, computed).tolist(),
         eligible=contract.is_mtp_eligible(prompt, computed, span).tolist(),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from omni_npu_phase.contract import MTP_INPUTS, ContractError
@@ -45,16 +45,30 @@ class Deviations:
             logger.warning("%s: %s Tolerated; said once.", key[0], error)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """One hook call, and the step's buffer its embeddings are meant for: floating, shape (buffer rows, hidden)."""
+    """One hook call, and the step's buffer its embeddings are meant for: floating, shape (buffer rows, hidden).
+
+    ``request_ids`` are those of all rows of the input batch, ``rows`` those of the call.
+    """
 
     hook: str
-    requests: Sequence[str]
+    request_ids: Sequence[str]
     rows: Sequence[int]
     embeds: Any
     model: object
     deviations: Deviations
+    _kind: Any = field(init=False)
+    _dtype: Any = field(init=False)
+    _device: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kind, self._dtype, self._device = type(self.embeds), self.embeds.dtype, self.embeds.device
+
+    @property
+    def requests(self) -> list[str]:
+        """The call's own requests, in the order of its rows."""
+        return [self.request_ids[row] for row in self.rows]
 
     def error(self, clause: str, expected: str, actual: str) -> ContractError:
         return ContractError(
@@ -64,18 +78,33 @@ class Call:
     def deviation(self, clause: str, kind: str, expected: str, actual: str) -> None:
         self.deviations.report(self.model, kind, self.error(clause, expected, actual))
 
+    def fits(self, value: Any, shape: tuple[int, ...]) -> bool:
+        """Whether a value is a tensor like the step's buffer: nothing more need be asked of such a one."""
+        return (
+            type(value) is self._kind
+            and value.shape == shape
+            and value.dtype == self._dtype
+            and value.device == self._device
+        )
 
-@dataclass(frozen=True, slots=True)
+
+_SCALAR_VALUES = _BATCH_VALUES = ("input_ids", "inputs_embeds", "updates")
+_MTP_VALUES = ("inputs_embeds", "codes")
+_BATCH_VALUES_WITH_MTP = ("input_ids", "inputs_embeds", "hidden_states", "text_step", "updates")
+
+
+@dataclass(slots=True)
 class ScalarResult:
     """A scalar hook's result, checked: ``ids`` None or shape (rows,), ``embeds`` shape (rows, hidden)."""
 
+    rows: int
     ids: Any
     embeds: Any
     updates: dict[Any, Any]
     mtp_inputs: tuple[Any, Any] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchResult:
     """A batched hook's result, checked; ``hidden`` and ``text_step`` are None for a model without MTP (R4, R5)."""
 
@@ -93,50 +122,56 @@ def scalar_result(call: Call, raw: Any, *, span: int, given_ids: Any, mtp_width:
 
     Gives at most ``span`` rows. Ids that are absent, the object given, or of another length come back as None.
     """
-    ids, embeds, updates = _values(call, "E5", raw, ("input_ids", "inputs_embeds", "updates"))
-    _check_embeds(call, "E5", embeds)
-    rows = min(span, embeds.shape[0])
-    if embeds.shape[0] != span:
-        call.deviation("E5", "rows", f"{span} embedding rows", f"{embeds.shape[0]}")
+    ids, embeds, updates = _values(call, "E5", raw, _SCALAR_VALUES)
+    rows = span
+    if not call.fits(embeds, (span, call.embeds.shape[1])):
+        _check_embeds(call, "E5", embeds)
+        rows = min(span, embeds.shape[0])
+        if embeds.shape[0] != span:
+            call.deviation("E5", "rows", f"{span} embedding rows", f"{embeds.shape[0]}")
+            embeds = embeds[:rows]
     if mtp_width is not None and rows == 0:
         raise call.error("E5", "an embedding row for MTP", "none")
+    stored = updates
     if not isinstance(updates, dict):
         call.deviation("E5", "updates", "a dictionary of updates", type(updates).__name__)
-    # MTP inputs are taken from any mapping, though only a dictionary is stored.
-    inputs = updates if isinstance(updates, Mapping) else {}
+        stored = {}
+        # MTP inputs are taken from any mapping, though only a dictionary is stored.
+        updates = updates if isinstance(updates, Mapping) else {}
     return ScalarResult(
-        ids=_scalar_ids(call, ids, given_ids, rows),
-        embeds=embeds[:rows],
-        updates=updates if isinstance(updates, dict) else {},
-        mtp_inputs=None if mtp_width is None else _mtp_inputs(call, inputs, mtp_width),
+        rows=rows,
+        ids=None if ids is given_ids else _scalar_ids(call, ids, rows),
+        embeds=embeds,
+        updates=stored,
+        mtp_inputs=None if mtp_width is None else _mtp_inputs(call, updates, mtp_width),
     )
 
 
 def batch_result(call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None) -> BatchResult:
     """Check what ``preprocess_decode_batch`` returned for a run of rows (E5b); ``mtp_width`` is None without MTP."""
-    names: tuple[str, ...] = ("input_ids", "inputs_embeds", "updates")
-    if mtp_width is not None:
-        names = ("input_ids", "inputs_embeds", "hidden_states", "text_step", "updates")
-    values = _values(call, "E5b", raw, names)
+    values = _values(call, "E5b", raw, _BATCH_VALUES if mtp_width is None else _BATCH_VALUES_WITH_MTP)
     ids, embeds, updates = values[0], values[1], values[-1]
     count = len(call.rows)
-    _check_embeds(call, "E5b", embeds)
-    if embeds.shape[0] != count:
-        raise call.error("E5b", f"{count} embedding rows", str(embeds.shape[0]))
-    _check_ids(call, "E5b", ids)
-    if ids.numel() != count:
-        raise call.error("E5b", f"{count} token ids", str(ids.numel()))
+    if not call.fits(embeds, (count, call.embeds.shape[1])):
+        _check_embeds(call, "E5b", embeds)
+        if embeds.shape[0] != count:
+            raise call.error("E5b", f"{count} embedding rows", str(embeds.shape[0]))
+    if ids is not given_ids:
+        _check_ids(call, "E5b", ids)
+        if ids.numel() != count:
+            raise call.error("E5b", f"{count} token ids", str(ids.numel()))
     hidden = text_step = None
     if mtp_width is not None:
         hidden, text_step = values[2], values[3]
         for name, tensor in (("hidden_states", hidden), ("text_step", text_step)):
-            _check_rows(call, "E5b", name, tensor, (count, mtp_width))
+            if not call.fits(tensor, (count, mtp_width)):
+                _check_rows(call, "E5b", name, tensor, (count, mtp_width))
     if isinstance(updates, (str, bytes, dict)) or not isinstance(updates, Iterable):
         raise call.error("E5b", "a sequence of updates, one per request", type(updates).__name__)
     updates = list(updates)
     if len(updates) != count:
         raise call.error("E5b", f"{count} updates", str(len(updates)))
-    for update in updates:
+    for update in () if set(map(type, updates)) == {dict} else updates:
         if not isinstance(update, dict):
             call.deviation("E5b", "updates", "a dictionary of updates per request", type(update).__name__)
     return BatchResult(
@@ -151,23 +186,28 @@ def batch_result(call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None)
 def mtp_result(call: Call, raw: Any) -> tuple[Any, Any]:
     """Check what ``talker_mtp`` returned: embeddings with a row for each request at least (padding may follow, T10),
     and codes, or None for no codes (T11)."""
-    embeds, codes = _values(call, "T4", raw, ("inputs_embeds", "codes"))
+    embeds, codes = _values(call, "T4", raw, _MTP_VALUES)
     count = len(call.rows)
-    _check_embeds(call, "T4", embeds)
-    if embeds.shape[0] < count:
-        raise call.error("T4", f"at least {count} embedding rows", str(embeds.shape[0]))
+    if not call.fits(embeds, (count, call.embeds.shape[1])):
+        _check_embeds(call, "T4", embeds)
+        if embeds.shape[0] < count:
+            raise call.error("T4", f"at least {count} embedding rows", str(embeds.shape[0]))
+        embeds = embeds[:count]
     if codes is None:
-        return embeds[:count], None
+        return embeds, None
     if getattr(codes, "ndim", None) == 0 or not hasattr(codes, "__len__") or isinstance(codes, (str, Mapping)):
         raise call.error("T5", "codes with a row per request, or None", _kind(codes))
     if not _is_tensor(codes):
         call.deviation("T5", "kind", "codes as a tensor", _kind(codes))
-    if len(codes) < count:
-        call.deviation("T5", "codes", f"at least {count} code rows", str(len(codes)))
-    return embeds[:count], codes[:count]
+    given = len(codes)
+    if given < count:
+        call.deviation("T5", "codes", f"at least {count} code rows", str(given))
+    return embeds, codes[:count] if given > count else codes
 
 
 def _values(call: Call, clause: str, raw: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    if type(raw) is tuple and len(raw) == len(names):
+        return raw
     expected = f"{len(names)} values ({', '.join(names)})"
     if isinstance(raw, (str, dict)) or _is_tensor(raw):
         raise call.error(clause, expected, _kind(raw))
@@ -200,7 +240,7 @@ def _check_ids(call: Call, clause: str, ids: Any) -> None:
 
 
 def _check_rows(call: Call, clause: str, name: str, tensor: Any, shape: tuple[int, int]) -> None:
-    if not _is_tensor(tensor) or tuple(tensor.shape) != shape:
+    if not _is_tensor(tensor) or tensor.shape != shape:
         raise call.error(clause, f"{name} of shape {shape}", _kind(tensor))
     if not tensor.dtype.is_floating_point:
         raise call.error(clause, f"{name} of a floating dtype", _kind(tensor))
@@ -214,9 +254,7 @@ def _check_device(call: Call, clause: str, name: str, tensor: Any) -> None:
         raise call.error(clause, f"{name} on {call.embeds.device}", str(tensor.device))
 
 
-def _scalar_ids(call: Call, ids: Any, given_ids: Any, rows: int) -> Any:
-    if ids is given_ids:
-        return None
+def _scalar_ids(call: Call, ids: Any, rows: int) -> Any:
     if not _is_tensor(ids):
         call.deviation("E5", "ids", f"{rows} token ids", _kind(ids))
         return None
@@ -231,17 +269,19 @@ def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any
     if updates.get(MTP_INPUTS) is None:
         call.deviation("E7", "missing", f"{MTP_INPUTS!r} in the updates of an eligible row", "none")
         return None
-    pair = updates[MTP_INPUTS]
+    pair, shape = updates[MTP_INPUTS], (1, width)
     # One tensor that stacks the two unpacks like a pair of them.
     parts = tuple(pair) if isinstance(pair, (tuple, list)) or (_is_tensor(pair) and pair.ndim) else ()
+    if len(parts) == 2 and call.fits(parts[0], shape) and call.fits(parts[1], shape):
+        return parts
     if len(parts) != 2 or not all(_is_tensor(part) for part in parts):
         raise call.error("E5", f"{MTP_INPUTS!r} as two tensors (hidden states, text step)", _kind(pair))
     for part in parts:
         if part.numel() != width:
             raise call.error("E5", f"{MTP_INPUTS!r} of {width} elements each", _kind(part))
-    hidden, text_step = (part.reshape(1, width) for part in parts)
-    for name, part in (("hidden states", hidden), ("text step", text_step)):
-        _check_rows(call, "E5", name, part, (1, width))
+    hidden, text_step = (part.reshape(shape) for part in parts)
+    _check_rows(call, "E5", "hidden states", hidden, shape)
+    _check_rows(call, "E5", "text step", text_step, shape)
     return hidden, text_step
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from omni_npu_phase import results
@@ -14,7 +15,7 @@ from omni_npu_phase.results import Call, Deviations
 BATCHED_HOOK = "preprocess_decode_batch"
 SCALAR_HOOK = "preprocess"
 MTP_HOOK = "talker_mtp"
-_NEVER_STORED = (*FIELDS, MTP_INPUTS)
+_NEVER_STORED = frozenset((*FIELDS, MTP_INPUTS))
 
 
 class Port(Protocol):
@@ -49,15 +50,26 @@ class Port(Protocol):
         ...
 
     def write_rows(self, where: Any, ids: Any, embeds: Any) -> None:
-        """Write rows at a slice or index; ``ids`` None leaves the token ids as they are (R6, R7)."""
+        """Write rows at a slice or index; None leaves the token ids or the embeddings as they are (R6, R7)."""
         ...
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         """Merge each row's updates into its own request's live buffer (R8)."""
         ...
 
-    def fill_mtp(self, position: int, hidden: Any, text_step: Any) -> None:
-        """Put rows' hidden states and text step into the MTP batch from ``position`` on (T1)."""
+    def fill_mtp(self, position: int, where: Any, embeds: Any, hidden: Any, text_step: Any) -> None:
+        """Put rows at a slice or index into the MTP batch, from ``position`` on (T1).
+
+        Their embeddings may wait for MTP's own before they get to the step's buffer (T4).
+        """
+        ...
+
+    def gather_mtp(self, position: int, where: Any, embeds: Any, hidden: Any, text_step: Any) -> None:
+        """The same for the next row of several that come one by one, and may be written together."""
+        ...
+
+    def own(self) -> None:
+        """Copy whatever a hook handed over and can still reach: the next one may fill the same tensors (T9)."""
         ...
 
     def run_mtp(self, rows: Sequence[int]) -> None:
@@ -69,66 +81,76 @@ def route(plan: StepPlan, port: Port) -> None:
     """Route every row of the step, in row order. Raises :class:`~omni_npu_phase.contract.ContractError`."""
     in_mtp: list[int] = []
     for run in plan.runs(batched=port.has_batched_hook, gathered=port.gathers):
-        infos = port.infos(run.rows)
-        _own_fields(plan, run.rows, infos)
-        route_run = _route_batch if run.batched else _route_scalar
-        in_mtp += route_run(plan, port, run, infos, len(in_mtp))
+        route_run = _route_batch if run.batched else _route_rows
+        in_mtp += route_run(plan, port, run, len(in_mtp))
     # A hook may have had live buffers in hand; forward and postprocess still read the runner's values (M9).
-    _own_fields(plan, range(len(plan)), port.infos(range(len(plan))))
+    every_row = range(len(plan))
+    plan.write_fields(every_row, port.infos(every_row))
     if in_mtp:
         port.run_mtp(in_mtp)
 
 
-def _own_fields(plan: StepPlan, rows: Sequence[int], infos: list[dict[str, Any]]) -> None:
-    """Write the fields over whatever the live buffers hold (M6)."""
-    for row, info in zip(rows, infos, strict=True):
-        info.update(plan.fields(row))
-
-
-def _route_batch(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, Any]], position: int) -> Sequence[int]:
+def _route_batch(plan: StepPlan, port: Port, run: Run, position: int) -> Sequence[int]:
+    infos = port.infos(run.rows)
+    # Right before the hook, over whatever the live buffers hold (M6).
+    plan.write_fields(run.rows, infos)
     where = port.locate(run)
     ids = port.ids[where]
     if port.mtp_width is not None and isinstance(where, slice):
         # As released: ids of rows that go to MTP are gathered, and a hook may keep them.
         ids = ids.clone()
-    call = _call(plan, port, BATCHED_HOOK, run.rows)
+    call = Call(BATCHED_HOOK, plan.request_ids, run.rows, port.embeds, port.model, port.deviations)
     raw = port.call_batch(run, infos, ids)
     result = results.batch_result(call, raw, given_ids=ids, mtp_width=port.mtp_width)
-    if port.mtp_width is not None:
-        port.fill_mtp(position, result.hidden, result.text_step)
-    port.store_updates(run.rows, [storable(update) for update in result.updates])
-    port.write_rows(where, result.ids, result.embeds)
-    return run.rows if port.mtp_width is not None else ()
+    in_mtp = port.mtp_width is not None
+    if in_mtp:
+        port.fill_mtp(position, where, result.embeds, result.hidden, result.text_step)
+    port.write_rows(where, result.ids, None if in_mtp else result.embeds)
+    if any(result.updates):
+        port.store_updates(run.rows, [storable(update) for update in result.updates])
+    return run.rows if in_mtp else ()
 
 
-def _route_scalar(plan: StepPlan, port: Port, run: Run, infos: list[dict[str, Any]], position: int) -> Sequence[int]:
-    row, start, span = run.start, plan.offsets[run.start], plan.spans[run.start]
-    ids, embeds = port.ids[start : start + span], port.embeds[start : start + span]
-    call = _call(plan, port, SCALAR_HOOK, [row])
-    raw = port.call_scalar(row, infos[0], ids, embeds)
-    result = results.scalar_result(
-        call, raw, span=span, given_ids=ids, mtp_width=port.mtp_width if plan.eligible[row] else None
-    )
-    if result.mtp_inputs is not None:
-        port.fill_mtp(position, *result.mtp_inputs)
-    port.store_updates([row], [storable(result.updates)])
-    port.write_rows(slice(start, start + result.embeds.shape[0]), result.ids, result.embeds)
-    return run.rows if result.mtp_inputs is not None else ()
+def _route_rows(plan: StepPlan, port: Port, run: Run, position: int) -> Sequence[int]:
+    call = Call(SCALAR_HOOK, plan.request_ids, run.rows, port.embeds, port.model, port.deviations)
+    in_mtp: list[int] = []
+    for row, (ids, embeds) in zip(run.rows, _slices(plan, port, run.rows), strict=True):
+        call.rows = (row,)
+        infos = port.infos(call.rows)
+        plan.write_fields(call.rows, infos)
+        width = port.mtp_width if plan.eligible[row] else None
+        raw = port.call_scalar(row, infos[0], ids, embeds)
+        result = results.scalar_result(call, raw, span=plan.spans[row], given_ids=ids, mtp_width=width)
+        where = slice(plan.offsets[row], plan.offsets[row] + result.rows)
+        if result.mtp_inputs is None:
+            port.write_rows(where, result.ids, result.embeds)
+        else:
+            port.gather_mtp(position + len(in_mtp), where, result.embeds, *result.mtp_inputs)
+            in_mtp.append(row)
+            if result.ids is not None:
+                port.write_rows(where, result.ids, None)
+        updates = storable(result.updates)
+        if updates:
+            port.store_updates(call.rows, (updates,))
+        # Whoever still holds what this hook returned could write to it from the next one on.
+        del raw, result, updates
+        port.own()
+    return in_mtp
 
 
-def _call(plan: StepPlan, port: Port, hook: str, rows: Sequence[int]) -> Call:
-    return Call(
-        hook=hook,
-        requests=[plan.request_ids[row] for row in rows],
-        rows=rows,
-        embeds=port.embeds,
-        model=port.model,
-        deviations=port.deviations,
-    )
+def _slices(plan: StepPlan, port: Port, rows: Sequence[int]) -> Iterable[tuple[Any, Any]]:
+    """Each row's own token ids and embeddings (R9), in one operation each where the rows are adjacent."""
+    starts, spans = [plan.offsets[row] for row in rows], [plan.spans[row] for row in rows]
+    *adjacent, stop = accumulate(spans, initial=starts[0])
+    if starts == adjacent:
+        where = slice(starts[0], stop)
+        return zip(port.ids[where].split_with_sizes(spans), port.embeds[where].split_with_sizes(spans), strict=True)
+    own = [slice(start, start + span) for start, span in zip(starts, spans, strict=True)]
+    return ((port.ids[where], port.embeds[where]) for where in own)
 
 
 def storable(update: Any) -> Any:
     """An update without what a hook may not store: runner-owned fields (M9) and MTP inputs (E6)."""
-    if isinstance(update, dict) and any(name in update for name in _NEVER_STORED):
+    if isinstance(update, dict) and not _NEVER_STORED.isdisjoint(update):
         return {key: value for key, value in update.items() if key not in _NEVER_STORED}
     return update

@@ -3,14 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.buffers.ownership import reachable
+
+_LARGE = 1 << 14
+"""Elements from which on a tensor is stored alone: a part keeps the whole block that it lies in alive."""
+
+
+def live_infos(runner: Any, request_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """The live buffers of requests, each made where it is missing (M9)."""
+    live = runner.model_intermediate_buffer
+    return [live.get(request_id) or live_info(runner, request_id) for request_id in request_ids]
 
 
 def live_info(runner: Any, request_id: str) -> dict[str, Any]:
@@ -25,47 +34,44 @@ def live_info(runner: Any, request_id: str) -> dict[str, Any]:
     return info
 
 
-_Place = tuple[Any, Any]
-"""A dictionary or list in a live buffer, and a key or index in it."""
-
-
-def _whole(tensor: torch.Tensor) -> tuple[torch.Tensor]:
-    return (tensor,)
-
-
-def _rows(numbers: range, tensor: torch.Tensor) -> list[torch.Tensor]:
-    # Slices, for there may be fewer rows than requests.
-    return [tensor[row : row + 1] for row in numbers]
-
-
 @dataclass(slots=True)
-class _Piece:
-    """A tensor that was handed in, and the places that its parts go to."""
+class _Stored:
+    """A tensor in a live buffer: in which dictionary or list, under which key or index, and whether it stays there."""
 
-    like: torch.Tensor
-    """The tensor itself, whose contents may change as soon as it is packed; its shape and dtype are read later."""
-    places: list[_Place]
-    parts: Callable[[torch.Tensor], Sequence[torch.Tensor]] = _whole
-    held: Sequence[torch.Tensor] = field(default_factory=tuple)
-    """Owned device copies, one a place."""
+    dest: Any
+    key: Any
+    tensor: torch.Tensor
+    resident: bool
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Put another in its place, unless something else was written there since."""
+        if _at(self.dest, self.key) is self.tensor:
+            self.dest[self.key] = tensor
+        self.tensor = tensor
 
 
 class StateWrites:
     """The writes of one step into live buffers; what goes from the device to the host goes in one transfer.
 
-    Every value is in its place when a method returns, so later hooks of the step see it. A device tensor bound for the
-    host is there as an owned device copy, and :meth:`finish` puts the host copy wherever that still is: in its place,
-    or in a buffer that has replaced the request's since.
+    Every value is in its place when a method returns, so later hooks of the step see it. A tensor is there as it was
+    handed in, then as an owned copy: :meth:`own` copies what a hook can still reach, before the next one runs, and
+    :meth:`settle` copies the rest, tensors alike together. :meth:`finish` puts host copies in the place of those that
+    leave the device. A copy goes wherever its original still is: in its place, or in a buffer that has replaced the
+    request's since.
     """
 
     def __init__(self, runner: Any, helper: BufferHelper) -> None:
         self._runner = runner
         self._helper = helper
         self._resident = getattr(runner.model, "gpu_resident_buffer_keys", ())
-        self._leaving: list[tuple[torch.Tensor, list[_Piece]]] = []
-        """Packed blocks that :meth:`finish` brings to the host."""
+        self._new: list[_Stored] = []
+        """Handed in since the last look at who can reach what."""
+        self._waiting: list[_Stored] = []
+        """Out of every hook's reach, or copied: what settling puts into blocks."""
+        self._leaving: list[tuple[torch.Tensor, list[_Stored]]] = []
+        """Blocks that :meth:`finish` brings to the host, each with the places of its rows."""
         self._written: dict[str, dict[str, Any]] = {}
-        """The live buffer of each request when it was last written."""
+        """The live buffer of each request when a tensor was last written to it."""
 
     def store(self, request_ids: Sequence[str], updates: Sequence[Any]) -> None:
         """Merge each update dictionary into its own request's live buffer (R8).
@@ -74,24 +80,35 @@ class StateWrites:
         ``gpu_resident_buffer_keys`` stays on its device as an owned copy; every other device tensor becomes an owned
         host copy. Updates that are empty or no dictionary, and requests without state, are passed over.
         """
-        staying: list[_Piece] = []
-        leaving: list[_Piece] = []
         for request_id, update in zip(request_ids, updates, strict=True):
-            state = self._runner.requests.get(request_id)
-            if state is None or not isinstance(update, dict) or not update:
+            if not update or not isinstance(update, dict):
                 continue
-            info = self._written[request_id] = live_info(self._runner, request_id)
+            state = self._runner.requests.get(request_id)
+            if state is None:
+                continue
+            info = self._runner.model_intermediate_buffer.get(request_id)
+            if info is None:
+                info = live_info(self._runner, request_id)
+            known = len(self._new)
             for key, value in update.items():
                 if isinstance(value, dict):
                     nested = info.setdefault(key, {})
                     for qualifier, inner in value.items():
-                        resident = (key, qualifier) in self._resident
-                        self._place(nested, qualifier, inner, staying if resident else leaving, resident)
+                        if isinstance(inner, torch.Tensor):
+                            self._place_tensor(nested, qualifier, inner, (key, qualifier) in self._resident)
+                        elif isinstance(inner, list):
+                            self._place_list(nested, qualifier, inner)
+                        else:
+                            nested[qualifier] = inner
+                elif isinstance(value, torch.Tensor):
+                    self._place_tensor(info, key, value, False)
+                elif isinstance(value, list):
+                    self._place_list(info, key, value)
                 else:
-                    self._place(info, key, value, leaving, False)
+                    info[key] = value
+            if len(self._new) > known:
+                self._written[request_id] = info
             state.additional_information_cpu = info
-        self._hold(staying, resident=True)
-        self._hold(leaving, resident=False)
 
     def store_codes(
         self,
@@ -102,64 +119,108 @@ class StateWrites:
     ) -> None:
         """Store row i of ``codes``, shape (rows, ...), with request i, beside element i of each of ``marks`` (T5).
 
-        They stay where they are if the codes' key is resident, and a mark also if its own is.
+        They stay where they are if the codes' key is resident, and a mark also if its own is. ``marks`` are handed
+        over: they are not copied.
         """
-        staying: list[_Piece] = []
-        leaving: list[_Piece] = []
-        for name, column in {key: codes, **marks}.items():
-            places: list[_Place] = []
-            for request_id in request_ids:
-                info = self._written[request_id] = live_info(self._runner, request_id)
-                places.append((info.setdefault(name[0], {}), name[1]))
-                self._runner.requests[request_id].additional_information_cpu = info
-            piece = _Piece(column, places, partial(_rows, range(len(places))) if name == key else torch.unbind)
-            resident = key in self._resident or name in self._resident
-            if self._packs(column):
-                (staying if resident else leaving).append(piece)
-            else:
-                kept = self._kept(column.clone(), resident)
-                for (dest, place), part in zip(places, piece.parts(kept), strict=True):
-                    dest[place] = part
-        self._hold(staying, resident=True)
-        self._hold(leaving, resident=False)
+        infos = live_infos(self._runner, request_ids)
+        for request_id, info in zip(request_ids, infos, strict=True):
+            self._runner.requests[request_id].additional_information_cpu = info
+        resident = key in self._resident
+        owned = self._helper.snapshot(codes) if self._packs(codes) else self._kept(codes.clone(), resident)
+        # Each request gets its row as a slice; where there are fewer rows, the others get empty ones.
+        count = owned.shape[0]
+        self._put_column(infos[:count], key, owned.unsqueeze(1), resident)
+        for info in infos[count:]:
+            info.setdefault(key[0], {})[key[1]] = self._kept(codes[:0], resident)
+        for name, column in marks.items():
+            stays = resident or name in self._resident
+            self._put_column(infos, name, column if self._packs(column) else self._kept(column, stays), stays)
+        if not self._helper.is_host:
+            self._written.update(zip(request_ids, infos, strict=True))
+
+    def _put_column(
+        self, infos: Sequence[dict[str, Any]], name: tuple[Any, Any], column: torch.Tensor, resident: bool
+    ) -> None:
+        """Put element i of an owned column into live buffer i."""
+        group, qualifier = name
+        leaving = []
+        leaves = not (resident or self._helper.is_host) and column.device == self._helper.device
+        for info, part in zip(infos, column.unbind(), strict=True):
+            dest = info.get(group)
+            if dest is None:
+                dest = info[group] = {}
+            dest[qualifier] = part
+            if leaves:
+                leaving.append(_Stored(dest, qualifier, part, False))
+        if leaving:
+            self._leaving.append((column, leaving))
+
+    def own(self) -> None:
+        """Copy what the hook that just returned can still reach, which the next one might write over (T9).
+
+        Nothing but live buffers may hold tensors of earlier updates when this is called.
+        """
+        new, self._new = self._new, []
+        for stored in new:
+            # Held by what is stored, and by the live buffer.
+            if reachable(stored.tensor, held=2):
+                stored.replace(self._helper.snapshot(stored.tensor))
+                if stored.resident or self._helper.is_host:
+                    continue
+            self._waiting.append(stored)
+
+    def settle(self) -> None:
+        """Put owned copies in the places of all tensors handed in, in one device operation for each kind of them."""
+        if not (self._waiting or self._new):
+            return
+        waiting, self._waiting, self._new = [*self._waiting, *self._new], [], []
+        # They live until the end, so that none of the copies can have the identity of one.
+        originals = [stored.tensor for stored in waiting]
+        for kind in _kinds(waiting):
+            block = self._helper.join([stored.tensor for stored in kind])
+            _move(kind, block)
+            if not (kind[0].resident or self._helper.is_host):
+                self._leaving.append((block, kind))
+        self._follow(originals, waiting)
 
     def finish(self) -> None:
-        """Bring what is still on the device to the host, to wherever nothing was written over it since."""
+        """Settle, then bring what leaves the device to the host."""
+        self.settle()
         leaving, self._leaving = self._leaving, []
-        written, self._written = self._written, {}
-        blocks = self._helper.fetch([block for block, _ in leaving])
-        arrived: dict[int, torch.Tensor] = {}
-        for (_, pieces), block in zip(leaving, blocks, strict=True):
-            for piece, tensor in zip(pieces, self._unpacked(block, pieces), strict=True):
-                for place, held, part in zip(piece.places, piece.held, piece.parts(tensor), strict=True):
-                    # A small value must not keep a whole block of others alive for as long as its request lives.
-                    arrived[id(held)] = part.clone()
-                    _swap(*place, arrived)
-        for request_id, info in written.items():
-            replacement = self._runner.model_intermediate_buffer.get(request_id)
-            if isinstance(replacement, dict) and replacement is not info:
-                _swap_all(replacement, arrived)
+        if leaving:
+            moved = [stored for _, kind in leaving for stored in kind]
+            originals = [stored.tensor for stored in moved]
+            for (_, kind), block in zip(leaving, self._helper.fetch([block for block, _ in leaving]), strict=True):
+                _move(kind, block)
+            self._follow(originals, moved)
+        self._written.clear()
 
-    def _place(self, dest: dict[Any, Any], key: Any, value: Any, pieces: list[_Piece], resident: bool) -> None:
-        if isinstance(value, torch.Tensor):
-            self._place_tensor(dest, key, value, pieces, resident)
-        elif isinstance(value, list):
-            items = dest[key] = list(value)
-            for index, item in enumerate(value):
-                if isinstance(item, torch.Tensor):
-                    self._place_tensor(items, index, item, pieces, False)
-        else:
-            dest[key] = value
+    def _follow(self, originals: Sequence[torch.Tensor], moved: Sequence[_Stored]) -> None:
+        """Put copies also into buffers that replaced those which their originals were written to."""
+        live = self._runner.model_intermediate_buffer
+        replaced = [known for request_id, info in self._written.items() if (known := live.get(request_id)) is not info]
+        if replaced:
+            copies = {id(tensor): stored.tensor for tensor, stored in zip(originals, moved, strict=True)}
+            for info in replaced:
+                if isinstance(info, dict):
+                    _swap_all(info, copies)
 
-    def _place_tensor(self, dest: Any, key: Any, value: torch.Tensor, pieces: list[_Piece], resident: bool) -> None:
+    def _place_list(self, dest: dict[Any, Any], key: Any, value: list[Any]) -> None:
+        items = dest[key] = list(value)
+        for index, item in enumerate(value):
+            if isinstance(item, torch.Tensor):
+                self._place_tensor(items, index, item, False)
+
+    def _place_tensor(self, dest: Any, key: Any, value: torch.Tensor, resident: bool) -> None:
         # Also what is stored there already: it may be a tensor that the hook put there and will fill again (T9).
         if self._packs(value):
-            pieces.append(_Piece(value, [(dest, key)]))
+            dest[key] = value
+            self._new.append(_Stored(dest, key, value, resident))
         else:
             dest[key] = self._kept(value, resident)
 
     def _packs(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's bytes can go into a block: dense memory of the helper's device."""
+        """Whether a tensor can go into a block with others: dense memory of the helper's device."""
         return (
             tensor.device == self._helper.device
             and tensor.layout is torch.strided
@@ -171,39 +232,47 @@ class StateWrites:
         tensor = tensor.detach()
         if resident or tensor.is_meta:
             return tensor.clone()
-        return tensor.to("cpu", copy=self._helper.device.type == "cpu").contiguous()
-
-    def _hold(self, pieces: list[_Piece], resident: bool) -> None:
-        """Put owned device copies in their places, where those of resident values stay."""
-        if not pieces:
-            return
-        block = self._helper.pack([piece.like for piece in pieces])
-        for piece, tensor in zip(pieces, self._unpacked(block, pieces), strict=True):
-            piece.held = piece.parts(tensor)
-            for (dest, key), part in zip(piece.places, piece.held, strict=True):
-                dest[key] = part
-        if not resident:
-            self._leaving.append((block, pieces))
-
-    def _unpacked(self, block: torch.Tensor, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
-        return self._helper.unpack(block, [piece.like for piece in pieces])
+        return tensor.to("cpu", copy=self._helper.is_host).contiguous()
 
 
-def _swap(dest: Any, key: Any, arrived: Mapping[int, torch.Tensor]) -> None:
-    """Put a host copy in the place of the device tensor it was made from; anything else there stays."""
-    if isinstance(dest, list) and key >= len(dest):
-        return
-    current = dest[key] if isinstance(dest, list) else dest.get(key)
-    if id(current) in arrived:
-        dest[key] = arrived[id(current)]
+def _kinds(handed: Sequence[_Stored]) -> Iterator[list[_Stored]]:
+    """Tensors of one shape and dtype that go the same way. A large one is alone, so that it ends with its request."""
+    kinds: dict[Any, list[_Stored]] = {}
+    for stored in handed:
+        tensor = stored.tensor
+        if tensor.numel() > _LARGE:
+            yield [stored]
+        else:
+            kinds.setdefault((tensor.dtype, tensor.shape, stored.resident), []).append(stored)
+    yield from kinds.values()
 
 
-def _swap_all(info: dict[Any, Any], arrived: Mapping[int, torch.Tensor], nested: bool = True) -> None:
+def _move(kind: Sequence[_Stored], block: torch.Tensor) -> None:
+    """Put the rows of a block in the places of what they are copies of."""
+    for stored, part in zip(kind, block.unbind(), strict=True):
+        stored.replace(part)
+
+
+def _at(dest: Any, key: Any) -> Any:
+    """What is in a place now, None where nothing is."""
+    if isinstance(dest, dict):
+        return dest.get(key)
+    return dest[key] if key < len(dest) else None
+
+
+def _swap(dest: Any, key: Any, copies: Mapping[int, torch.Tensor]) -> None:
+    """Put a copy in the place of its original; anything else there stays."""
+    current = _at(dest, key)
+    if id(current) in copies:
+        dest[key] = copies[id(current)]
+
+
+def _swap_all(info: dict[Any, Any], copies: Mapping[int, torch.Tensor], nested: bool = True) -> None:
     """The same, throughout a live buffer: its values, their lists, and dictionaries one level deep, as merging goes."""
     for key, value in list(info.items()):
-        _swap(info, key, arrived)
+        _swap(info, key, copies)
         if isinstance(value, dict) and nested:
-            _swap_all(value, arrived, nested=False)
+            _swap_all(value, copies, nested=False)
         elif isinstance(value, list):
             for index in range(len(value)):
-                _swap(value, index, arrived)
+                _swap(value, index, copies)

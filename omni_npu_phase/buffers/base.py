@@ -23,9 +23,16 @@ class BufferHelper:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.is_host = device.type == "cpu"
         self._offsets: list[int] = []
         self._rows: Rows = slice(0, 0)
         self._padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=device)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory kept from step to step: an int64 index for twice the rows of the largest scattered step."""
+        index = self._rows.nbytes if isinstance(self._rows, torch.Tensor) else 0
+        return self._padding.nbytes + index
 
     def rows(self, offsets: Sequence[int]) -> Rows:
         """Locate rows by their offsets, staging a device index only where they are scattered.
@@ -74,6 +81,21 @@ class BufferHelper:
             source = source.clone() if _shares_storage(source, dest) else source
             dest.index_copy_(0, rows, source.to(dest.dtype))
 
+    def gather(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Copy rows of shape (1, width) into ``out``, which has as many, cast to its dtype. Must not overlap."""
+        if len(rows) == 1:
+            out.copy_(rows[0])
+        else:
+            torch.cat(list(rows), out=out)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An owned copy on this device of a tensor that may lie on the host."""
+        if tensor.device == self.device:
+            return self.snapshot(tensor)
+        owned = torch.empty_like(tensor, device=self.device)
+        self.copy(owned, tensor)
+        return owned
+
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """An owned, contiguous copy on the same device: later writes to ``tensor`` do not reach it (T9)."""
         return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -98,12 +120,19 @@ class BufferHelper:
             start += size + -size % _ALIGNMENT
         return copies
 
+    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One owned block, shape (tensors, ...), with a copy of every tensor (T9); all have one shape and dtype.
+
+        One device operation however many there are; ``block.unbind()`` gives them back as views.
+        """
+        return self.snapshot(tensors[0]).unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors)).detach()
+
     def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Packed blocks as owned host memory, in order: one transfer and one wait for all of them."""
-        if not blocks:
-            return []
-        joined = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
-        return list(torch.split(self._to_host(joined), [block.numel() for block in blocks]))
+        """Blocks of any shape and dtype as owned host memory, in order: one transfer and one wait for all of them."""
+        if len(blocks) < 2:
+            return [self._to_host(block) for block in blocks]
+        # Each in memory of its own: what was fetched together need not live as long as the last of it.
+        return [part.clone() for part in self.unpack(self._to_host(self.pack(blocks)), blocks)]
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this device as owned host memory, there when this returns: one transfer and one wait."""

@@ -21,6 +21,10 @@ class CpuBufferHelper(BufferHelper):
         super().__init__(device)
         self._staging = np.empty(0, dtype=np.int64)
 
+    @property
+    def held_bytes(self) -> int:
+        return self._padding.nbytes + self._staging.nbytes
+
     def _stage(self, values: list[int]) -> torch.Tensor:
         if len(values) > len(self._staging):
             self._staging = np.empty(max(64, 2 * len(values)), dtype=np.int64)

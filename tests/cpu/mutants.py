@@ -21,6 +21,7 @@ import torch
 
 from omni_npu_phase import contract, mixin, plan, results, routing
 from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.buffers.gather import Gathered
 from omni_npu_phase.conformance.model import NEW_IDS
 from omni_npu_phase.contract import FIELDS, MTP_INPUTS, ContractError
 from omni_npu_phase.mixin import PhaseRoutingMixin
@@ -170,7 +171,12 @@ _NO_REFUSAL = Change(plan, "_refuse", lambda original, *args: None)
 
 
 def _altered_fields(alter: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
-    return Change(StepPlan, "fields", lambda original, rows, row: alter(original(rows, row)))
+    def instead(original: Any, rows: StepPlan, numbers: Sequence[int], infos: Sequence[dict[str, Any]]) -> None:
+        original(rows, numbers, infos)
+        for info in infos:
+            info.update(alter({name: info[name] for name in FIELDS}))
+
+    return Change(StepPlan, "write_fields", instead)
 
 
 def _numpy_scalars(fields: dict[str, Any]) -> dict[str, Any]:
@@ -179,13 +185,16 @@ def _numpy_scalars(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _write_where_absent(original: Any, rows: StepPlan, numbers: Sequence[int], infos: list[dict[str, Any]]) -> None:
     for row, info in zip(numbers, infos, strict=True):
-        for name, value in rows.fields(row).items():
+        own: dict[str, Any] = {}
+        original(rows, [row], [own])
+        for name, value in own.items():
             info.setdefault(name, value)
 
 
 def _write_while_planning(runner: Any, rows: StepPlan) -> StepPlan:
     for row, request in enumerate(rows.request_ids):
-        live_info(runner, request).update(rows.fields(row))
+        info = live_info(runner, request)
+        info.update(zip(FIELDS, (rows.prompt_lens[row], rows.num_computed[row], rows.prefill[row]), strict=True))
     return rows
 
 
@@ -310,7 +319,8 @@ def _forward_without_ids(original: Any, runner: Any, *args: Any) -> Any:
 
 def _one_row_further(original: Any, port: Any, where: slice, ids: Any, embeds: Any) -> None:
     original(port, where, ids, embeds)
-    port.embeds[where.stop].copy_(embeds[-1])
+    if embeds is not None:
+        port.embeds[where.stop].copy_(embeds[-1])
 
 
 def _ids_always(original: Any, port: Any, where: slice, ids: Any, embeds: Any) -> None:
@@ -381,7 +391,7 @@ def _copied_backwards(original: Any, helper: Any, dest: torch.Tensor, rows: Any,
 
 def _whole_result(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
     result = original(call, raw, **keywords)
-    return replace(result, embeds=raw[1]) if len(raw[1]) > keywords["span"] else result
+    return replace(result, rows=len(raw[1]), embeds=raw[1]) if len(raw[1]) > keywords["span"] else result
 
 
 def _report(strict: bool, on: str) -> Change:
@@ -491,6 +501,13 @@ def _mtp_without_rows(original: Any, rows: StepPlan, port: Any) -> None:
         port._runner.talker_mtp(*(buffer[:1] for buffer in mtp_inputs(port._runner)))
 
 
+def _all_in_the_first_row(original: Any, gathered: Any, dests: Sequence[torch.Tensor], start: int) -> None:
+    rows = list(gathered._rows)
+    for row in rows:
+        gathered._rows[:] = [row]
+        original(gathered, dests, 0)
+
+
 def _at_row_numbers(original: Any, talker: Any, call: Call, offsets: Sequence[int]) -> None:
     original(talker, call, list(call.rows))
 
@@ -592,9 +609,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("boundary-is-prefill", ("M5",), "a row whose progress equals its prompt length is prefill",
            (Change(contract, "is_prefill", lambda original, prompt, computed: computed <= prompt),)),
     Mutant("fields-only-where-absent", ("M6",), "stale fields in the live buffer win",
-           (Change(routing, "_own_fields", _write_where_absent),)),
+           (Change(StepPlan, "write_fields", _write_where_absent),)),
     Mutant("batch-hook-after-the-fields", ("M6",), "preprocess_batch runs on fields that are not refreshed behind it",
-           (_replanned(_write_while_planning), Change(routing, "_own_fields", lambda original, *args: None))),
+           (_replanned(_write_while_planning), Change(StepPlan, "write_fields", lambda original, *args: None))),
     Mutant("scheduler-order", ("M7",), "rows follow the scheduler's dictionary",
            (Change(mixin, "_plan", _scheduler_order),)),
     Mutant("arrival-order", ("R3", "T5"), "rows are paired with requests in order of arrival",
@@ -691,7 +708,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("codes-of-the-neighbour", ("T5",), "every request gets the codes of the row before",
            (_codes_of(lambda codes: codes.roll(1, 0)),)),
     Mutant("mtp-inputs-in-one-place", ("T5",), "every row's MTP inputs are put into the first row",
-           (Change(_Port, "fill_mtp", lambda original, port, position, *parts: original(port, 0, *parts)),)),
+           (Change(Gathered, "write", _all_in_the_first_row),)),
     Mutant("codes-without-mark", ("T5",), "codes are stored without the validity mark the model asks for",
            (Change(StateWrites, "store_codes",
                    lambda original, writes, ids, key, codes, marks: original(writes, ids, key, codes, {})),)),
@@ -713,8 +730,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("always-row-by-row", ("T8",), "a model that takes a generator per row is still called row by row",
            (Change(TalkerMtp, "_run_once", _row_by_row),)),
     Mutant("aliasing-block", ("T9",), "what is stored shares memory with the device's buffers",
-           (Change(BufferHelper, "pack", lambda original, helper, tensors: list(tensors)),
-            Change(BufferHelper, "unpack", lambda original, helper, block, like: block))),
+           (Change(BufferHelper, "snapshot", lambda original, helper, tensor: tensor),)),
+    Mutant("reused-tensors-wait", ("T9",), "what a hook can still fill is not copied before the next one runs",
+           (Change(StateWrites, "own", lambda original, writes: None),)),
     Mutant("aliasing-codes", ("T9",), "stored codes are rows of MTP's own output",
            (Change(StateWrites, "store_codes", _codes_not_owned),)),
     Mutant("aliasing-updates", ("T9",), "what hooks return in their updates is stored as it is",

@@ -38,8 +38,8 @@ def _always_mtp(original: Any, port: Any, *args: Any) -> None:
     port.mtp_width = port.embeds.shape[-1]
 
 
-def _packed_from_behind(original: Any, port: Any, position: int, hidden: Any, text_step: Any) -> None:
-    original(port, sum(port._plan.eligible) - position - len(hidden), hidden, text_step)
+def _packed_from_behind(original: Any, port: Any, position: int, *parts: Any) -> None:
+    original(port, sum(port._plan.eligible) - position - len(parts[-1]), *parts)
 
 
 def _last_rows_only(original: Any, port: Any, rows: Sequence[int]) -> None:
@@ -84,7 +84,8 @@ def _updates_of_neighbour(original: Any, port: Any, rows: Sequence[int], updates
 
 def _one_row_further(original: Any, port: Any, where: slice, ids: Any, embeds: Any) -> None:
     original(port, where, ids, embeds)
-    port.embeds[where.stop].copy_(embeds[-1])
+    if embeds is not None:
+        port.embeds[where.stop].copy_(embeds[-1])
 
 
 # fmt: off
@@ -99,7 +100,7 @@ MUTANTS_V2: tuple[Mutant, ...] = (
     Mutant("v2-five-values", ("R4",), "every batched hook is unpacked as five values",
            (Change(_Port, "__init__", _always_mtp),), raises=("ContractError",)),
     Mutant("v2-packed-otherwise", ("T4", "T5"), "MTP's packed rows are not in the order of its rows",
-           (Change(_Port, "fill_mtp", _packed_from_behind),)),
+           (Change(_Port, "fill_mtp", _packed_from_behind), Change(_Port, "gather_mtp", _packed_from_behind))),
     Mutant("v2-packed-apart", ("T1", "T4"), "MTP runs for the rows of one hook call only",
            (Change(_Port, "run_mtp", _last_rows_only),)),
     # What is taken from V2.

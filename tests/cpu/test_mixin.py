@@ -451,8 +451,7 @@ def test_an_output_thread_does_not_join_the_writes_of_a_step(bare: Any) -> None:
         thread.start()
         thread.join()
         assert seen == [1.0]
-        ((_, pieces),) = writes._leaving
-        assert [key for piece in pieces for _, key in piece.places] == ["mine"]
+        assert [stored.key for stored in writes._new] == ["mine"]
     assert bare.model_intermediate_buffer["r1"]["mine"].item() == 1.0
 
 

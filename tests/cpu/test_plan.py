@@ -37,7 +37,8 @@ def test_rows_are_what_the_contract_says(rows: list[tuple[int, int, int, int]]) 
     for index, (prompt, computed, span, _) in enumerate(rows):
         assert plan.prefill[index] == contract.is_prefill(prompt, computed)
         assert plan.eligible[index] == contract.is_mtp_eligible(prompt, computed, span)
-        fields = plan.fields(index)
+        fields: dict[str, Any] = {}
+        plan.write_fields([index], [fields])
         assert list(fields.values()) == [prompt, computed, computed < prompt]
         # Hooks are handed these as they are.
         assert {name: type(value) for name, value in fields.items()} == dict(contract.FIELD_TYPES)
@@ -50,8 +51,8 @@ def test_runs_partition_the_rows_in_order(rows: list[tuple[int, int, int, int]],
 
 
 @given(rows_of_a_step)
-def test_without_a_batched_hook_every_row_is_alone(rows: list[tuple[int, int, int, int]]) -> None:
-    assert list(_plan(rows).runs(batched=False)) == [Run(range(row, row + 1), False) for row in range(len(rows))]
+def test_without_a_batched_hook_no_run_is_batched(rows: list[tuple[int, int, int, int]]) -> None:
+    assert list(_plan(rows).runs(batched=False)) == ([Run(range(len(rows)), False)] if rows else [])
 
 
 @given(rows_of_a_step)
@@ -59,13 +60,12 @@ def test_batched_runs_are_eligible_contiguous_and_maximal(rows: list[tuple[int, 
     plan = _plan(rows)
     runs = list(plan.runs(batched=True))
     for run in runs:
-        assert run.batched == plan.eligible[run.start]
-        assert all(plan.eligible[row] for row in run.rows) if run.batched else len(run.rows) == 1
+        assert {plan.eligible[row] for row in run.rows} == {run.batched}
         offsets = [plan.offsets[row] for row in run.rows]
-        assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
+        assert not run.batched or offsets == list(range(offsets[0], offsets[0] + len(offsets)))
     for before, after in pairwise(runs):
         adjacent = plan.offsets[after.start] == plan.offsets[after.start - 1] + 1
-        assert not (before.batched and after.batched and adjacent)
+        assert before.batched != after.batched or (before.batched and not adjacent)
 
 
 def test_gap_between_offsets_splits_a_run() -> None:
@@ -80,7 +80,8 @@ def test_gathered_rows_come_first_and_all_at_once(rows: list[tuple[int, int, int
     decodes = [row for row in range(len(plan)) if plan.eligible[row]]
     others = [row for row in range(len(plan)) if not plan.eligible[row]]
     assert [list(run.rows) for run in runs if run.batched] == ([decodes] if decodes else [])
-    assert [list(run.rows) for run in runs][bool(decodes) :] == [[row] for row in others]
+    assert [list(run.rows) for run in runs if not run.batched] == ([others] if others else [])
+    assert [run.batched for run in runs] == sorted((run.batched for run in runs), reverse=True)
     assert list(plan.runs(batched=False, gathered=True)) == list(plan.runs(batched=False))
 
 

@@ -141,7 +141,7 @@ def test_good_batches() -> None:
 )
 def test_bad_batches(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ContractError, match=expected) as caught:
-        results.batch_result(_call(2), _batch(**changes), given_ids=None, mtp_width=WIDTH)
+        results.batch_result(_call(2), _batch(**changes), given_ids=IDS, mtp_width=WIDTH)
     assert (caught.value.clause, caught.value.requests, caught.value.hook) == ("E5b", ("r0", "r1"), "hook")
 
 

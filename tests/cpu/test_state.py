@@ -95,14 +95,41 @@ def test_stored_tensors_are_owned_and_contiguous(make: type[BufferHelper], updat
     assert all(stored.is_contiguous() for stored in _tensors(runner.model_intermediate_buffer))
 
 
-def test_tensors_are_copied_when_they_are_handed_in() -> None:
+@pytest.mark.parametrize("copies", ["own", "settle"])
+def test_tensors_are_copied_before_a_hook_can_fill_them_again(copies: str) -> None:
     runner = _runner()
     writes, reused = StateWrites(runner, CpuBufferHelper(CPU)), torch.tensor([1])
     writes.store(["a"], [{"x": reused, "many": [reused]}])
+    getattr(writes, copies)()
     reused.fill_(2)
     writes.finish()
     info = runner.model_intermediate_buffer["a"]
     assert info["x"].tolist() == info["many"][0].tolist() == [1]
+
+
+def test_tensors_that_nobody_else_holds_wait_for_others() -> None:
+    """They are copied once, together with those of the rows behind them, and are in their places meanwhile."""
+    runner, joined = _runner(SimpleNamespace, "a", "b"), []
+    helper = CpuBufferHelper(CPU)
+    writes, join = StateWrites(runner, helper), helper.join
+    helper.join = lambda tensors: joined.append(len(tensors)) or join(tensors)  # type: ignore[method-assign, func-returns-value]
+    for number, request in enumerate(("a", "b")):
+        writes.store([request], [{"x": torch.full((2,), number)}])
+        writes.own()
+        assert runner.model_intermediate_buffer[request]["x"].tolist() == [number] * 2
+    assert joined == []
+    writes.finish()
+    assert joined == [2]
+    assert [info["x"].tolist() for info in runner.model_intermediate_buffer.values()] == [[0, 0], [1, 1]]
+
+
+def test_a_large_value_ends_with_its_request() -> None:
+    runner = _runner(SimpleNamespace, "a", "b")
+    writes = StateWrites(runner, CpuBufferHelper(CPU))
+    writes.store(["a", "b"], [{"prompt": torch.zeros(1 << 15)}, {"prompt": torch.zeros(1 << 15)}])
+    writes.finish()
+    stored = [info["prompt"] for info in runner.model_intermediate_buffer.values()]
+    assert [tensor.untyped_storage().nbytes() for tensor in stored] == [4 << 15] * 2
 
 
 def test_none_overwrites() -> None:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether anyone else can reach a tensor: every way in which a hook may keep one that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omni_npu_phase.buffers import ownership
+from omni_npu_phase.buffers.ownership import reachable
+
+_KEPT = torch.zeros(1, 4)
+_ARRAY = np.zeros((1, 4), dtype=np.float32)
+_HELD: list[Any] = []
+
+
+def _kept_in(container: Any) -> torch.Tensor:
+    _HELD.append(container)
+    inner = container[0] if isinstance(container, (list, tuple)) else container["meta"]["x"]
+    tensor: torch.Tensor = inner
+    return tensor
+
+
+FRESH: dict[str, Callable[[], torch.Tensor]] = {
+    "new": lambda: torch.ones(1, 4),
+    "copy": lambda: _KEPT.clone(),
+    "scalar": lambda: torch.tensor(True),
+}
+KEPT: dict[str, Callable[[], torch.Tensor]] = {
+    "the same tensor": lambda: _KEPT,
+    "a slice": lambda: _KEPT[:1],
+    "another view": lambda: _KEPT.reshape(4),
+    "detached": lambda: _KEPT.detach(),
+    "in a list": lambda: _kept_in([torch.ones(2)]),
+    "in a tuple": lambda: _kept_in((torch.ones(2),)),
+    "in nested dictionaries": lambda: _kept_in({"meta": {"x": torch.ones(2)}}),
+    "memory of an array": lambda: torch.from_numpy(_ARRAY),
+    "memory from elsewhere": lambda: torch.from_dlpack(_ARRAY),
+    "one row of many that are kept": lambda: _kept_in([torch.ones(3, 2)])[1:2],
+}
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("make", FRESH.values(), ids=FRESH)
+def test_nobody_reaches_a_new_tensor(make: Callable[[], torch.Tensor], inference: bool) -> None:
+    with torch.inference_mode(inference):
+        row = [make()]
+        # An assertion would hold the tensor itself.
+        alone = reachable(row[0], held=1)
+        live = {"x": row[0]}
+        shared, counted = reachable(row[0], held=1), reachable(live["x"], held=2)
+    assert (alone, shared, counted) == (False, True, False)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_what_is_kept_is_reachable(make: Callable[[], torch.Tensor], inference: bool) -> None:
+    with torch.inference_mode(inference):
+        row = [make()]
+        found = reachable(row[0], held=1)
+    assert found
+
+
+def test_without_pytorchs_count_everything_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "_storage_references", None)
+    row = [torch.ones(1)]
+    found = reachable(row[0], held=1)
+    assert found
