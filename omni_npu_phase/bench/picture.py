@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One picture of a bench: time against rows, a panel for each kind of step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from omni_npu_phase.bench.timing import Result, floor
+
+RELEASED, MIXIN, FLOOR = "#d1495b", "#3b6ea8", "#888888"
+
+
+def kind_of(result: Result) -> tuple[str, str, str]:
+    """What all results of a panel have in common."""
+    return result.hook, result.mix, result.updates
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Write the picture; the format is that of the path's suffix. Raises ValueError for one that is unknown."""
+    panels = [(kind, list(group)) for kind, group in groupby(sorted(results, key=kind_of), key=kind_of)]
+    columns = min(len(panels), 4)
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(4 * columns, 0.6 + 3.2 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(lines, columns, squeeze=False).flat
+    for (kind, group), panel in zip(panels, axes, strict=False):
+        group.sort(key=lambda result: result.rows)
+        rows = [result.rows for result in group]
+        panel.plot(rows, [r.released_us for r in group], marker="o", color=RELEASED, label="released")
+        panel.plot(rows, [r.mixin_us for r in group], marker="o", color=MIXIN, label="with the mixin")
+        panel.plot(rows, [floor(each) for each in rows], linestyle="--", color=FLOOR, label="keys alone")
+        panel.set_title(", ".join(kind), loc="left", fontsize=10)
+        panel.set_xlabel("rows")
+        panel.set_ylabel("microseconds a step")
+        panel.set_ylim(bottom=0)
+    for panel in list(axes)[len(panels) :]:
+        panel.set_axis_off()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``omni-npu-phase bench``: what a step costs the host, the released runner beside the mixin."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from omni_npu_phase.commands import console
+
+EPILOG = "Exit status: 0 measured; 2 it could not be, with the reason. No time fails it."
+ROWS = (1, 8, 32, 64, 128, 256)
+MIXED_ROWS = 64
+_HEADERS = ("hook", "mix", "updates", "rows", "released us", "mixin us", "ratio", "spread", "operations")
+
+
+class HookOption(str, Enum):
+    batched = "batched"
+    scalar = "scalar"
+
+
+class MixOption(str, Enum):
+    decode = "decode"
+    mixed = "mixed"
+
+
+class UpdatesOption(str, Enum):
+    toy = "toy"
+    talker = "talker"
+
+
+def bench(
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N", min=1, max=4096, help="Requests in a step; may be repeated. 1 to 256; in mixed steps 64."
+        ),
+    ] = None,
+    hidden: Annotated[int, typer.Option(metavar="N", min=1, max=16384, help="Width of an embedding.")] = 2048,
+    hook: Annotated[list[HookOption] | None, typer.Option(help="May be repeated; both when left out.")] = None,
+    mix: Annotated[
+        list[MixOption] | None,
+        typer.Option(help="Decode rows alone, or one of them a prompt chunk of 512 tokens. Both when left out."),
+    ] = None,
+    updates: Annotated[
+        list[UpdatesOption] | None,
+        typer.Option(help="What hooks store: nothing, or what the installed Qwen3-TTS does. Both when left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against rows, as PNG or SVG.")] = None,
+) -> None:
+    """Time steps of the installed runner, as released and with the mixin, in turns and in one process.
+
+    The runners are real, on vLLM's own input batch and buffers on the CPU; hooks and MTP hand out what was made before.
+    Times are processor time of one thread.
+    """
+    if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
+        console.stop(f"--plot {plot}: a name that ends in .png or .svg")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        console.stop(f"--plot {plot}: no such folder")
+    if MixOption.mixed in (mix or ()) and min(rows or (MIXED_ROWS,)) < 2:
+        console.stop("--rows: a mixed step has at least 2 rows, one of them the prompt chunk")
+    from omni_npu_phase.conformance import suite
+
+    try:
+        released = suite.load_runner("gpu-v1")
+        mixed = suite.classes_for("mixin", released)
+    except (suite.NoRuntimeError, RuntimeError) as error:
+        console.stop(str(error))
+    from omni_npu_phase.bench.steps import Case
+    from omni_npu_phase.bench.timing import measure
+
+    if plot is not None:
+        try:
+            from omni_npu_phase.bench import picture
+        except ImportError as error:
+            console.stop(f"--plot needs {error.name}; pip install 'omni-npu-phase[speech]'")
+    cases = [
+        Case(count, hidden, own_hook.value, own_mix.value, own_updates.value)
+        for own_hook, own_mix, own_updates in product(hook or HookOption, mix or MixOption, updates or UpdatesOption)
+        for count in sorted(set(rows or (ROWS if own_mix is MixOption.decode else (MIXED_ROWS,))))
+        if own_mix is MixOption.decode or count > 1
+    ]
+    results = []
+    with console.progress() as say:
+        for number, case in enumerate(cases, 1):
+            say(f"{number} of {len(cases)}: {case.hook} hook, {case.mix}, {case.updates} updates, {case.rows} rows")
+            results.append(measure(released.autoregressive, mixed.autoregressive, case))
+    if plot is not None:
+        try:
+            picture.draw(results, plot)
+        except OSError as error:
+            console.stop(f"--plot {plot}: {error.strerror}")
+    runtime = suite.describe_runtime(mixed, "cpu")
+    if as_json:
+        own = {"runtime": runtime, "fits": _fits(results), "results": [result.as_dict() for result in results]}
+        console.write_text(json.dumps(own, indent=1) + "\n", None)
+    else:
+        console.write([_table(results), *_lines(results)], None)
+
+
+def _table(results: list[Any]) -> Table:
+    table = Table()
+    for header in _HEADERS:
+        table.add_column(header, justify="left" if header in _HEADERS[:3] else "right")
+    for each in results:
+        table.add_row(
+            *(each.hook, each.mix, each.updates, str(each.rows)),
+            *(f"{each.released_us:.0f}", f"{each.mixin_us:.0f}", f"{each.ratio:.2f}"),
+            f"{each.ratio_min:.2f} to {each.ratio_max:.2f}",
+            f"{each.released_operations} / {each.operations}",
+        )
+    return table
+
+
+def _fits(results: list[Any]) -> list[dict[str, Any]]:
+    """Microseconds a row and fixed, for each kind of step that was measured with several numbers of rows."""
+    from omni_npu_phase.bench.timing import fit
+
+    fits = []
+    for kind in dict.fromkeys((each.hook, each.mix, each.updates) for each in results):
+        own = [each for each in results if (each.hook, each.mix, each.updates) == kind]
+        theirs, ours = fit(own, lambda each: each.released_us), fit(own, lambda each: each.mixin_us)
+        if theirs is not None and ours is not None:
+            fits.append(
+                {
+                    **dict(zip(("hook", "mix", "updates"), kind, strict=True)),
+                    "released": {"fixed_us": theirs.fixed_us, "row_us": theirs.row_us},
+                    "mixin": {"fixed_us": ours.fixed_us, "row_us": ours.row_us},
+                }
+            )
+    return fits
+
+
+def _lines(results: list[Any]) -> list[str]:
+    from omni_npu_phase.bench.timing import floor
+
+    lines = ["Spread: tenth to ninetieth percentile. Operations: released / mixin, views left out."]
+    for each in _fits(results):
+        parts = [f"{name} {each[name]['fixed_us']:.0f} us and {each[name]['row_us']:.2f} us a row" for name in _SIDES]
+        lines.append(f"{each['hook']} hook, {each['mix']}, {each['updates']} updates: {'; '.join(parts)}")
+    most = max(each.rows for each in results)
+    lines.append(f"Floor, a bare loop that writes the required keys: {floor(most) / most:.2f} us a row at {most} rows")
+    return lines
+
+
+_SIDES = ("released", "mixin")
