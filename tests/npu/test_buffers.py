@@ -109,6 +109,15 @@ def test_resident_copies_are_one_owned_batch(helper: AscendBufferHelper, device:
     assert copies[5].tolist() == [[5] * 4]
 
 
+def test_what_is_kept_from_step_to_step(helper: AscendBufferHelper) -> None:
+    """An index of at most twice the largest step's rows, and four pinned slots of at most twice the largest upload."""
+    for _ in range(3):
+        for rows in (8, 256, 100):
+            helper.rows(_scattered(rows))
+    assert helper.held_bytes <= 16 + 16 * 256 + 4 * 2 * 8 * 256
+    torch.npu.synchronize()
+
+
 def test_slots_rotate_and_wait_for_their_upload(device: torch.device, emulated: Any) -> None:
     """A slot is used again only behind its event, and that wait is the only one."""
     staging = PinnedStaging(device, slots=2)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step costs, counted: operations that do not grow with rows, with every check of results in place."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from omni_npu_phase import mixin, state
+from omni_npu_phase.bench.counts import count_step
+from omni_npu_phase.bench.steps import Case, Steps, engineless
+from omni_npu_phase.buffers import gather
+from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.buffers.cpu import CpuBufferHelper
+from omni_npu_phase.contract import ContractError
+
+ROWS = (1, 8, 64, 256)
+HIDDEN = 16
+
+hooks = pytest.mark.parametrize("hook", ["batched", "scalar"])
+updates_of = pytest.mark.parametrize("updates", ["toy", "talker"])
+
+
+def _case(rows: int, hook: Any, updates: Any = "toy", **more: Any) -> Case:
+    return Case(rows, HIDDEN, hook, updates=updates, **more)
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "host"])
+@pytest.mark.parametrize("rows", ROWS)
+@updates_of
+@hooks
+def test_work_does_not_grow_with_decode_rows(mixed: type, hook: Any, updates: Any, rows: int, resident: bool) -> None:
+    operations = count_step(mixed, _case(rows, hook, updates, resident=resident))
+    assert operations.work.total() <= 9, operations.work
+    # Slices in bulk: of the step's buffers for scalar hooks, of the MTP buffers, of what is stored.
+    assert operations.views.total() <= 24, operations.views
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@updates_of
+@hooks
+def test_what_is_allocated_is_owned_by_others(mixed: type, hook: Any, updates: Any, rows: int) -> None:
+    """The codes, one block for each kind of update, and the ids that a batched hook may keep."""
+    operations = count_step(mixed, _case(rows, hook, updates))
+    assert operations.allocated == 1 + (updates == "talker") + (hook == "batched"), operations.work
+
+
+@pytest.mark.parametrize("rows", [8, 64, 256])
+@updates_of
+@hooks
+def test_scattered_rows_cost_the_same_whatever_their_number(mixed: type, hook: Any, updates: Any, rows: int) -> None:
+    chunk = _case(8, hook, updates, mix="mixed", chunk=16)
+    few = count_step(mixed, chunk)
+    many = count_step(mixed, _case(rows, hook, updates, mix="mixed", chunk=16))
+    assert many.work == few.work
+    assert many.views.total() <= few.views.total()
+
+
+@hooks
+def test_the_released_runner_grows(released: type, hook: Any) -> None:
+    few, many = (count_step(released, _case(rows, hook)) for rows in (8, 64))
+    assert many.work.total() - few.work.total() >= 56
+    assert many.allocated > few.allocated + 50
+
+
+# A step of per-row operations is noticed.
+
+
+def _row_by_row(helper: Any, rows: Any, out: torch.Tensor) -> None:
+    for index, row in enumerate(rows):
+        out[index : index + 1].copy_(row)
+
+
+def _one_by_one(helper: Any, tensors: Any) -> torch.Tensor:
+    return torch.stack([tensor.clone() for tensor in tensors])
+
+
+def _row_copies(helper: Any, dest: torch.Tensor, source: torch.Tensor) -> None:
+    for index in range(source.shape[0]):
+        dest[index].copy_(source[index])
+
+
+def _always(tensor: torch.Tensor, held: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("hook", "owner", "name", "instead"),
+    [
+        ("scalar", BufferHelper, "gather", _row_by_row),
+        ("scalar", BufferHelper, "join", _one_by_one),
+        ("batched", BufferHelper, "join", _one_by_one),
+        ("batched", BufferHelper, "copy", _row_copies),
+        ("scalar", gather, "reachable", _always),
+    ],
+    ids=["rows-copied", "rows-stored", "updates-stored", "parts-copied", "rows-owned-at-once"],
+)
+def test_per_row_operations_are_caught(
+    mixed: type, hook: Any, owner: Any, name: str, instead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, instead)
+    assert count_step(mixed, _case(64, hook, "talker")).work.total() > 9 + 60
+
+
+@pytest.mark.parametrize(("hook", "clause"), [("scalar", "E5"), ("batched", "E5b")])
+def test_results_are_checked_in_what_is_counted(mixed: type, hook: Any, clause: str) -> None:
+    """The limits hold with every check in place: the same step refuses the last of 64 rows."""
+    with engineless():
+        steps = Steps(mixed, _case(64, hook), torch.device("cpu"))
+        if hook == "scalar":
+            embeds, _ = steps.model._of_rows[0]
+            steps.model._of_rows[0] = embeds, {"mtp_inputs": (embeds, embeds[:, :-1])}
+        else:
+            steps.model.hidden = steps.model.hidden[:, :-1]
+        with pytest.raises(ContractError) as caught:
+            steps.take()
+    assert caught.value.clause == clause
+
+
+def _rows_of_one_tensor(cls: type) -> tuple[list[list[float]], list[float]]:
+    """What MTP gets, and what is stored, of four rows whose hook fills one and the same tensor anew."""
+    with engineless():
+        steps = Steps(cls, _case(4, "scalar"), torch.device("cpu"))
+        model, reused = steps.model, torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+        given = iter(range(1, 5))
+        in_mtp: list[list[float]] = []
+
+        def preprocess(input_ids: torch.Tensor, input_embeds: torch.Tensor, **info: Any) -> Any:
+            reused.fill_(next(given))
+            return input_ids, reused, {"mtp_inputs": (reused, reused.view(-1)), "mark": reused, "marks": [reused]}
+
+        def talker_mtp(ids: Any, *parts: torch.Tensor, **_: Any) -> Any:
+            in_mtp.extend(part[:, 0].tolist() for part in parts)
+            return parts[0], model.codes
+
+        model.preprocess, steps.runner.talker_mtp = preprocess, talker_mtp
+        steps.take()
+        live = [steps.runner.model_intermediate_buffer[f"r{row}"] for row in range(4)]
+    return in_mtp, [tensor[0, 0].item() for info in live for tensor in (info["mark"], info["marks"][0])]
+
+
+def test_a_tensor_that_a_hook_fills_again_is_copied_at_once(mixed: type, released: type) -> None:
+    """Rows wait to be written together only where nobody else can reach them."""
+    in_mtp, stored = _rows_of_one_tensor(mixed)
+    assert in_mtp == [[1, 2, 3, 4]] * 3
+    assert stored == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert _rows_of_one_tensor(released)[0] == in_mtp
+
+
+@pytest.mark.parametrize("module", [gather, state])
+def test_waiting_for_everything_is_caught(mixed: type, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "reachable", lambda tensor, held: False)
+    in_mtp, stored = _rows_of_one_tensor(mixed)
+    assert in_mtp == [[4] * 4] * 3 or stored == [4] * 8
+
+
+# Memory.
+
+
+def _tensor_bytes() -> int:
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    }
+    return sum(storages.values())
+
+
+def test_persistent_buffers_are_an_index_a_row() -> None:
+    """The CPU helper keeps one int64 index: 8 bytes a row, at most twice the rows of the largest step."""
+    helper = CpuBufferHelper(torch.device("cpu"))
+    for rows in (1, 64, 256, 100):
+        helper.rows([2 * row for row in range(rows)])
+    assert helper.held_bytes <= 16 + 8 * 2 * 256
+
+
+@pytest.mark.parametrize("hook", ["batched", "scalar"])
+def test_nothing_grows_while_requests_come_and_go(mixed: type, hook: Any) -> None:
+    """Five thousand steps a hook, in each of which one of four requests is replaced by a new one."""
+    with engineless():
+        steps = Steps(mixed, _case(4, hook), torch.device("cpu"))
+        runner, batch = steps.runner, steps.runner.input_batch
+        states = dict(runner.requests)
+        held = []
+        for number in range(5000):
+            slot, request = number % 4, f"n{number}"
+            gone = batch.req_ids[slot]
+            runner.requests[request] = states[f"r{slot}"]
+            del runner.requests[gone], runner.model_intermediate_buffer[gone]
+            batch.req_ids[slot], batch.req_id_to_index[request] = request, batch.req_id_to_index.pop(gone)
+            steps._scheduled.num_scheduled_tokens[request] = steps._scheduled.num_scheduled_tokens.pop(gone)
+            steps.prepare()
+            steps.take()
+            if number in (500, 4999):
+                gc.collect()
+                phase = mixin._phase_of(runner)
+                held.append((_tensor_bytes(), len(runner.model_intermediate_buffer), len(phase.helpers)))
+    assert held[0] == held[1]
