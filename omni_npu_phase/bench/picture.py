@@ -22,7 +22,9 @@ def kind_of(result: Result) -> tuple[str, str, str]:
 
 def draw(results: Sequence[Result], path: Path) -> None:
     """Write the picture; the format is that of the path's suffix. Raises ValueError for one that is unknown."""
-    panels = [(kind, list(group)) for kind, group in groupby(sorted(results, key=kind_of), key=kind_of)]
+    kinds = [(kind, list(group)) for kind, group in groupby(sorted(results, key=kind_of), key=kind_of)]
+    # One point is no line; it is drawn only where there is nothing else.
+    panels = [(kind, group) for kind, group in kinds if len(group) > 1] or kinds
     columns = min(len(panels), 4)
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(4 * columns, 0.6 + 3.2 * lines), layout="constrained")
