@@ -7,13 +7,13 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from omni_npu_phase.bench.talker import Talker, Updates
 from omni_npu_phase.conformance import driver
-from omni_npu_phase.conformance.scenarios import MTP, PREFILL, Hook, Scenario, Step, row, step
+from omni_npu_phase.conformance.scenarios import MTP, PREFILL, Hook, Scenario, Step, Variant, row, step
 
 Mix = Literal["decode", "mixed"]
 CHUNK = 512
@@ -57,7 +57,7 @@ class Steps(driver._Bench):
         self._placed = tuple(case.placed(number) for number in range(kinds))
         scenario = Scenario("bench", "the same rows in every step", (), self._placed)
         indices = {each.request: 1 for each in self._placed[0]}
-        super().__init__(cls, scenario, driver.Variant(case.hook, True), device, indices)
+        super().__init__(cls, scenario, Variant(case.hook, True), device, indices)
         rows = self._placed[0]
         self._update_requests(rows)
         self._fill_inputs(rows, _starts(rows))
@@ -74,6 +74,15 @@ class Steps(driver._Bench):
             chunk=longest if case.mix == "mixed" else 0,
             resident=case.resident,
             dtype=case.dtype,
+        )
+
+    def _make_runner(self, cls: type) -> Any:
+        sizes = (self.max_requests, self.max_tokens, self.max_len)
+        setting, model = self.scenario.setting, self.model
+        return driver._make_runner(
+            *(cls, model, setting, self.variant, self.device, *sizes),
+            hidden_size=self.case.hidden,
+            dtype=self.case.dtype,
         )
 
     def place(self, number: int) -> None:

@@ -263,12 +263,17 @@ def test_base_helper_stages_on_its_device() -> None:
     assert (rows.device.type, rows.dtype, rows.shape) == ("meta", torch.int64, (2,))
 
 
-@any_helper
+# What is put together.
+
+on_the_host = pytest.mark.parametrize("kind", [BufferHelper, CpuBufferHelper])
+
+
+@on_the_host
 @given(count=st.integers(1, 5), shape=st.lists(st.integers(0, 3), max_size=2), dtype=st.sampled_from(DTYPES))
 def test_joined_tensors_are_owned_rows_of_one_block(
-    make: type[BufferHelper], count: int, shape: list[int], dtype: torch.dtype
+    kind: type[BufferHelper], count: int, shape: list[int], dtype: torch.dtype
 ) -> None:
-    helper = make(CPU)
+    helper = kind(CPU)
     group = [torch.full(shape, index % 2, dtype=dtype) for index in range(count)]
     block = helper.join(group)
     for tensor in group:
@@ -279,22 +284,22 @@ def test_joined_tensors_are_owned_rows_of_one_block(
     ]
 
 
-@any_helper
+@on_the_host
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gathered_rows_are_cast_in_place(make: type[BufferHelper], dtype: torch.dtype) -> None:
+def test_gathered_rows_are_cast_in_place(kind: type[BufferHelper], dtype: torch.dtype) -> None:
     dest = torch.zeros(4, 3, dtype=dtype)
     address = dest.data_ptr()
     for count in (1, 3):
-        make(CPU).gather([torch.full((1, 3), 1.0 + row) for row in range(count)], out=dest[:count])
+        kind(CPU).gather([torch.full((1, 3), 1.0 + row) for row in range(count)], out=dest[:count])
         assert dest[:count, 0].tolist() == [1.0 + row for row in range(count)]
-    make(CPU).gather([torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bfloat16)], out=dest[2:])
+    kind(CPU).gather([torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bfloat16)], out=dest[2:])
     assert dest[2:].eq(1).all()
     assert dest.data_ptr() == address
 
 
-@any_helper
-def test_fetched_blocks_are_in_memory_of_their_own(make: type[BufferHelper]) -> None:
-    helper = make(CPU)
+@on_the_host
+def test_fetched_blocks_are_in_memory_of_their_own(kind: type[BufferHelper]) -> None:
+    helper = kind(CPU)
     blocks = [torch.ones(2, dtype=torch.bool), torch.ones(3, 5, dtype=torch.int64)]
     fetched = helper.fetch(blocks)
     assert [block.untyped_storage().nbytes() for block in fetched] == [2, 120]
