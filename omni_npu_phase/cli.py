@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from omni_npu_phase import __version__
-from omni_npu_phase.commands import bench, bench_speech, doctor, lint, validate, verify
+from omni_npu_phase.commands import bench, bench_speech, doctor, lint, trace, validate, verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,8 +20,9 @@ app.command(epilog=verify.EPILOG)(verify.verify)
 app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.command(epilog=lint.EPILOG)(lint.lint)
 app.command(epilog=validate.EPILOG)(validate.validate)
-app.command(epilog=bench_speech.EPILOG)(bench_speech.bench_speech)
+app.add_typer(trace.app, name="trace")
 app.command(epilog=bench.EPILOG)(bench.bench)
+app.command(epilog=bench_speech.EPILOG)(bench_speech.bench_speech)
 
 
 def _show_version(wanted: bool) -> None:

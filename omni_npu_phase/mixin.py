@@ -20,6 +20,7 @@ from omni_npu_phase.plan import Run, StepPlan, plan_step
 from omni_npu_phase.results import Call, Deviations, Mode, chosen_mode
 from omni_npu_phase.runtimes import Runtime, UnsupportedRuntimeError, runtime_of
 from omni_npu_phase.state import StateWrites, live_info
+from omni_npu_phase.tracing import note_plan
 
 
 class PhaseRoutingMixin:
@@ -62,6 +63,7 @@ class PhaseRoutingMixin:
         # An unknown runner is refused before anything of the step has happened.
         runtime = phase.runtime
         plan = _plan(self, scheduler_output, num_input_tokens)
+        note_plan(self, plan)
         model = self.model
         self.model, phase.plan = _HooksMasked(model), plan
         try:

@@ -17,6 +17,7 @@ from omni_npu_phase.mixin import released_classes
 from omni_npu_phase.plan import Run, StepPlan, plan_step
 from omni_npu_phase.results import Deviations, Mode, chosen_mode
 from omni_npu_phase.runtimes import v2
+from omni_npu_phase.tracing import note_plan
 
 
 class PhaseStateMixin:
@@ -78,6 +79,7 @@ class PhaseStateMixin:
         if not rows:
             return
         plan = _plan(input_batch, req_states, rows, buffer_rows=len(embeds))
+        note_plan(self, plan)
         port = _StatePort(self, phase, plan, input_batch, rows, ids, embeds, mtp_batch_descriptor_dispatcher)
         self._stage_batched_preprocess_inputs(port.slots, embeds.device)
         preprocess_batch = getattr(self.model, "preprocess_batch_mrv2", None)

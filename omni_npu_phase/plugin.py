@@ -19,10 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omni_npu_phase import __version__
+from omni_npu_phase import __version__, tracing
 from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
 from omni_npu_phase.runtimes import UnsupportedRuntimeError
 from omni_npu_phase.runtimes.places import PLACES, V1, Family
+from omni_npu_phase.tracing import observer
 
 # vLLM shows what is logged under its own name.
 logger = logging.getLogger("vllm.omni_npu_phase")
@@ -45,7 +46,8 @@ def install() -> None:
     if chosen_mode() == "off":
         uninstall()
         logger.info("omni-npu-phase: %s=off, nothing is replaced", MODE_VARIABLE)
-        return
+        if tracing.folder() is None:
+            return
     with _refusals_logged():
         spec = importlib.util.find_spec("vllm_omni")
         if spec is None:
@@ -65,6 +67,7 @@ def uninstall() -> None:
     """
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
+    observer.unwatch_instances()
     released = {made: cls for cls, made in _made.items()}
     for place in PLACES:
         if place.module in sys.modules:
@@ -167,6 +170,8 @@ def _replace_in(module: ModuleType) -> None:
         owner, name = _owner(module, place.name)
         current = vars(owner).get(name)
         if isinstance(current, type):
+            if place.defines and tracing.folder() is not None:
+                observer.watch_instances(current)
             replacement = phase_runner(current, place.family)
             if replacement is not current:
                 setattr(owner, name, replacement)

@@ -9,16 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
-from omni_npu_phase.speech.observe import Request
 from omni_npu_phase.speech.report import Comparison, Report
-
-PREFILL, TAIL, DECODE, MTP = "#3b6ea8", "#d1495b", "#edae49", "#222222"
-SHOWN_DECODES = 12
-"""Decode steps shown after the prompt: the rest look the same."""
+from omni_npu_phase.tracing.picture import draw_rows, legend
 
 
 def draw(report: Report, path: Path) -> None:
@@ -29,48 +22,12 @@ def draw(report: Report, path: Path) -> None:
     figure.suptitle(f"{report.verdict}: {report.summary().splitlines()[0].partition(': ')[2]}", fontsize=13)
     panels = figure.subplots(count, 3, squeeze=False, gridspec_kw={"width_ratios": (1, 1, 1.6)})
     for index, (comparison, (left, middle, right)) in enumerate(zip(report.comparisons, panels, strict=True), 1):
-        _rows(
-            left, comparison.chunked, f"{index}: “{comparison.prompt.text}”, chunked, {comparison.budget} tokens a step"
-        )
-        _rows(middle, comparison.unchunked, "unchunked")
+        title = f"{index}: “{comparison.prompt.text}”, chunked, {comparison.budget} tokens a step"
+        draw_rows(left, comparison.chunked.rows, title)
+        draw_rows(middle, comparison.unchunked.rows, "unchunked")
         _waveforms(right, comparison)
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles=legend(), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=110)
-
-
-def _legend() -> list[Any]:
-    return [
-        Patch(color=PREFILL, label="prefill row"),
-        Patch(color=TAIL, label="one-token prefill tail"),
-        Patch(color=DECODE, label="decode row"),
-        Line2D([], [], color=MTP, marker="o", linestyle="", markersize=4, label="MTP made a frame of it"),
-        Line2D([], [], color="grey", linestyle="--", label="end of the prompt"),
-    ]
-
-
-def _rows(panel: Any, request: Request, title: str) -> None:
-    prompt_rows = sum(row.prefill for row in request.rows)
-    shown = request.rows[: prompt_rows + SHOWN_DECODES]
-    for step, row in enumerate(shown):
-        colour = TAIL if row.tail else PREFILL if row.prefill else DECODE
-        panel.bar(step, row.span, bottom=row.computed, width=0.9, color=colour)
-        middle = row.computed + row.span / 2
-        if row.tail:
-            panel.annotate(
-                f"tail\nC={row.computed} S=1", (step, middle), xytext=(-8, 18), textcoords="offset points",
-                color=TAIL, ha="right", fontsize=9, arrowprops={"arrowstyle": "->", "color": TAIL},
-            )  # fmt: skip
-        if row.seen_by_mtp:
-            panel.plot(step, middle, marker="o", color=MTP, markersize=3)
-    panel.axhline(request.prompt_len, color="grey", linestyle="--", linewidth=1)
-    panel.text(
-        len(shown) - 0.5, request.prompt_len - 0.5, f"P={request.prompt_len}", ha="right", va="top", color="grey"
-    )
-    panel.set_title(title, loc="left", fontsize=10)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.set_xlabel("step")
-    panel.set_ylabel("position")
-    panel.set_xlim(-0.7, max(len(shown), 8) - 0.3)
 
 
 def _waveforms(panel: Any, comparison: Comparison) -> None:

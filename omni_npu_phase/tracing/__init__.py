@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces: what a runner did with every row of every step, written down while it serves.
+
+``OMNI_NPU_PHASE_TRACE=DIR`` lets every process of an engine write a file of its own into DIR; :func:`record` does it
+for one runner. Runners are watched, not changed: whatever a method is called with, returns or raises passes through.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omni_npu_phase.plan import StepPlan
+    from omni_npu_phase.tracing.recorder import Recorder
+
+TRACE_VARIABLE = "OMNI_NPU_PHASE_TRACE"
+"""Folder for trace files; unset or empty for none."""
+HOOKS_VARIABLE = "OMNI_NPU_PHASE_TRACE_HOOKS"
+"""``1`` to record every hook call with what it was told, which costs time for each row."""
+OBSERVER = "_omni_npu_phase_trace"
+"""Where a runner keeps its observer."""
+
+
+def folder() -> Path | None:
+    """Where this process is asked to write traces."""
+    name = os.environ.get(TRACE_VARIABLE)
+    return Path(name) if name else None
+
+
+def record(runner: Any, path: str | os.PathLike[str], *, hooks: bool = False) -> Recorder:
+    """Record a V1 runner, or a model state of Model Runner V2, into a new file in the folder ``path``.
+
+    ``hooks``: also what every hook call was told. The recorder's ``close`` ends it; so does the end of the process.
+    """
+    from omni_npu_phase.tracing.observer import attach
+
+    return attach(runner, Path(path), hooks=hooks)
+
+
+def note_plan(runner: Any, plan: StepPlan) -> None:
+    """Tell the observer of a runner, where it has one, what the mixin planned for the step under way."""
+    observer = runner.__dict__.get(OBSERVER)
+    if observer is not None and observer.step is not None:
+        observer.step.plan = plan

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The observer: stands before a runner's methods, passes everything through, and notes what a trace needs.
+
+Nothing is done for each row on the step's thread: lists and arrays are copied as a whole. Only where every hook call
+is to be recorded does each call of a scalar hook cost something.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from omni_npu_phase import __version__, tracing
+from omni_npu_phase.contract import FIELDS
+from omni_npu_phase.routing import BATCHED_HOOK, SCALAR_HOOK
+from omni_npu_phase.runtimes import v2
+from omni_npu_phase.tracing import schema
+from omni_npu_phase.tracing.recorder import Observed, Recorder
+from omni_npu_phase.tracing.schema import Header
+
+# vLLM shows what is logged under its own name.
+logger = logging.getLogger("vllm.omni_npu_phase")
+
+_MIXINS = ("PhaseRoutingMixin", "PhaseStateMixin")
+_TOLD = itemgetter(*FIELDS)
+_ROW, _OFFSET = itemgetter(0), itemgetter(1)
+
+
+def attach(runner: Any, folder: Path, *, hooks: bool = False) -> Recorder:
+    """Watch a runner, or a V2 model state, from its next step on; one that is watched already stays with its file."""
+    known: _Observer | None = runner.__dict__.get(tracing.OBSERVER)
+    if known is not None:
+        if not known.recorder.stopped:
+            return known.recorder
+        known.detach()
+    kind = _StateObserver if v2.is_model_state(type(runner)) else _RunnerObserver
+    observer: _Observer = kind(runner, folder, hooks=hooks)
+    runner.__dict__[tracing.OBSERVER] = observer
+    return observer.recorder
+
+
+_watched: dict[type, Any] = {}
+"""Classes whose instances are watched, and what stood for their ``__init__``, None where it was inherited."""
+
+
+def watch_instances(cls: type) -> None:
+    """Watch every runner of a class, and of classes derived from it, from its making on; the class stays what it is."""
+    if any(base in _watched for base in cls.__mro__):
+        return
+    _watched[cls] = vars(cls).get("__init__")
+    original: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def made(self: Any, *args: Any, **keywords: Any) -> None:
+        original(self, *args, **keywords)
+        folder = tracing.folder()
+        if folder is not None:
+            try:
+                attach(self, folder, hooks=os.environ.get(tracing.HOOKS_VARIABLE) == "1")
+            except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
+                logger.warning("omni-npu-phase: %s is not traced (%s)", type(self).__qualname__, error)
+
+    cls.__init__ = made  # type: ignore[misc]
+
+
+def unwatch_instances() -> None:
+    """Take back :func:`watch_instances`; runners that exist stay watched."""
+    while _watched:
+        cls, own = _watched.popitem()
+        if own is None:
+            del cls.__init__  # type: ignore[misc]
+        else:
+            cls.__init__ = own  # type: ignore[misc]
+
+
+class _Observer:
+    """What the observers of both families do: the step under way, the model's hooks, and the recorder."""
+
+    family: str
+    request_key: str
+
+    def __init__(self, runner: Any, folder: Path, *, hooks: bool) -> None:
+        self.runner = runner
+        self.recorder = Recorder(folder, self._header)
+        self.step: Observed | None = None
+        """The step under way."""
+        self._put: list[tuple[Any, str, Any]] = []
+        self._hooks = hooks
+        self._number = 0
+        self._model: Any = None
+        self._id_of = itemgetter(self.request_key)
+
+    def detach(self) -> None:
+        """Take back what stands before methods and hooks."""
+        while self._put:
+            owner, name, own = self._put.pop()
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+    def _stand_before(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        method = getattr(owner, name, None)
+        if callable(method):
+            self._put.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, wrap(method))
+
+    def _guarded(self, note: Callable[..., Any], *args: Any) -> Any:
+        """Run a part of the observer; whatever goes wrong in it ends the recording and nothing else."""
+        try:
+            return note(*args)
+        except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
+            self.recorder.fail(f"cannot observe {type(self.runner).__qualname__}", error)
+            return None
+
+    def _step(self, released: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(released)
+        def call(*args: Any, **keywords: Any) -> Any:
+            step = None if self.recorder.stopped else self._guarded(self._began, args, keywords)
+            if step is None:
+                return released(*args, **keywords)
+            began = time.perf_counter_ns()
+            try:
+                return released(*args, **keywords)
+            except BaseException as error:
+                step.error = f"{type(error).__name__} {getattr(error, 'clause', '')}".rstrip()
+                raise
+            finally:
+                step.took_ns = time.perf_counter_ns() - began
+                self.step = None
+                self.recorder.add(step)
+
+        return call
+
+    def _began(self, args: Sequence[Any], keywords: dict[str, Any]) -> Observed | None:
+        if self.runner.model is not self._model:
+            self._model = self.runner.model
+            self._watch_hooks()
+        step = self.step = self._snapshot(*args, **keywords)
+        self._number += step is not None
+        return step
+
+    def _snapshot(self, *args: Any, **keywords: Any) -> Observed | None:
+        """The step's rows from the arguments of the method that begins it; None where it has none to record."""
+        raise NotImplementedError
+
+    def _watch_hooks(self) -> None:
+        raise NotImplementedError
+
+    def _batched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def call(*args: Any, **keywords: Any) -> Any:
+            if self.step is not None:
+                self._guarded(self._note_batch, self.step, args, keywords)
+            return hook(*args, **keywords)
+
+        return call
+
+    def _note_batch(self, step: Observed, args: Sequence[Any], keywords: dict[str, Any]) -> None:
+        infos = keywords["req_infos"] if "req_infos" in keywords else args[-1]
+        try:
+            requests = list(map(self._id_of, infos))
+            told = list(map(_TOLD, infos)) if self._hooks else None
+        except KeyError:
+            requests = [info.get(self.request_key) for info in infos]
+            told = [[info.get(name) for name in FIELDS] for info in infos] if self._hooks else None
+        step.calls.append((schema.BATCHED, requests, told))
+
+    def _scalar(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def call(*args: Any, **keywords: Any) -> Any:
+            if self.step is not None:
+                told = [keywords.get(name) for name in FIELDS]
+                self.step.calls.append((schema.SCALAR, (keywords.get(self.request_key),), (told,)))
+            return hook(*args, **keywords)
+
+        return call
+
+    def _header(self) -> Header:
+        runner, model = self.runner, self._model
+        classes = [cls.__name__ for cls in type(runner).__mro__]
+        config = getattr(getattr(runner, "vllm_config", None), "model_config", None)
+        batched, gathers, mtp = self._offers()
+        return Header(
+            stage=int(getattr(config, "stage_id", None) or 0),
+            dp=_rank("_DP"),
+            pp=_rank("_PP"),
+            tp=_rank("_TP"),
+            pid=os.getpid(),
+            runner=f"{type(runner).__module__}.{type(runner).__qualname__}",
+            family=self.family,
+            mixin=any(name in classes for name in _MIXINS) and self._plans(),
+            model=type(model).__name__,
+            preprocess=bool(getattr(model, "has_preprocess", False)),
+            batched=batched,
+            gathers=gathers,
+            mtp=mtp,
+            hooks=self._hooks,
+            version=__version__,
+        )
+
+    def _plans(self) -> bool:
+        phase = self.runner.__dict__.get("_omni_npu_phase")
+        return phase is not None and phase.mode != "off"
+
+    def _offers(self) -> tuple[bool, bool, bool]:
+        """Whether the model has a batched hook, whether that gathers its rows, and whether there is MTP."""
+        raise NotImplementedError
+
+
+class _RunnerObserver(_Observer):
+    """Watches a V1 runner: ``_preprocess``, ``_talker_mtp_forward`` and its model's hooks."""
+
+    family = "v1"
+    request_key = "request_id"
+
+    def __init__(self, runner: Any, folder: Path, *, hooks: bool) -> None:
+        super().__init__(runner, folder, hooks=hooks)
+        self._in_mtp = False
+        self._stand_before(runner, "_preprocess", self._step)
+        self._stand_before(runner, "_talker_mtp_forward", self._mtp)
+
+    def _snapshot(self, scheduler_output: Any, num_input_tokens: int, *_: Any, **__: Any) -> Observed:
+        batch = self.runner.input_batch
+        request_ids = list(batch.req_ids)
+        count = len(request_ids)
+        return Observed(
+            self._number,
+            time.time_ns(),
+            request_ids,
+            batch.num_prompt_tokens[:count].copy(),
+            batch.num_computed_tokens_cpu[:count].copy(),
+            scheduler_output.num_scheduled_tokens.copy(),
+            self.runner.query_start_loc.np[:count].copy(),
+            num_input_tokens,
+        )
+
+    def _mtp(self, released: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(released)
+        def call(*args: Any, **keywords: Any) -> Any:
+            # The released step for seeded rows calls itself once more for each of them.
+            if self._in_mtp or self.step is None:
+                return released(*args, **keywords)
+            self._guarded(self._note_mtp, self.step, args, keywords)
+            self._in_mtp = True
+            try:
+                return released(*args, **keywords)
+            finally:
+                self._in_mtp = False
+
+        return call
+
+    def _note_mtp(self, step: Observed, args: Sequence[Any], keywords: dict[str, Any]) -> None:
+        given = dict(zip(("decode_req_ids", "inputs_embeds", "start_offsets"), args, strict=False), **keywords)
+        offsets = given.get("start_offsets")
+        step.mtp.append((list(given["decode_req_ids"]), None if offsets is None else list(offsets)))
+
+    def _watch_hooks(self) -> None:
+        self._stand_before(self._model, BATCHED_HOOK, self._batched)
+        if self._hooks:
+            self._stand_before(self._model, SCALAR_HOOK, self._scalar)
+
+    def _offers(self) -> tuple[bool, bool, bool]:
+        batched = callable(getattr(self._model, BATCHED_HOOK, None))
+        return batched, False, bool(getattr(self.runner, "has_talker_mtp", False))
+
+
+class _StateObserver(_Observer):
+    """Watches a V2 model state: ``run_preprocess``, ``_run_batched_mtp`` and its model's hooks."""
+
+    family = "v2"
+    request_key = "req_id"
+
+    def __init__(self, runner: Any, folder: Path, *, hooks: bool) -> None:
+        super().__init__(runner, folder, hooks=hooks)
+        self._stand_before(runner, "run_preprocess", self._step)
+        self._stand_before(runner, "_run_batched_mtp", self._mtp)
+
+    def _snapshot(
+        self, input_batch: Any, model_inputs: Any, req_states: Any = None, *_: Any, **__: Any
+    ) -> Observed | None:
+        count, prompt_lens, progress = input_batch.num_reqs, v2.prompt_lens(req_states), v2.num_computed(input_batch)
+        if prompt_lens is None or progress is None:
+            return None
+        return Observed(
+            self._number,
+            time.time_ns(),
+            list(input_batch.req_ids[:count]),
+            prompt_lens[input_batch.idx_mapping_np[:count]],
+            progress[:count].copy(),
+            input_batch.num_scheduled_tokens[:count].copy(),
+            input_batch.query_start_loc_np[:count].copy(),
+            int(input_batch.num_tokens_after_padding),
+        )
+
+    def _mtp(self, released: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(released)
+        def call(mtp_batches: Any, *args: Any, **keywords: Any) -> Any:
+            if self.step is not None:
+                self._guarded(self._note_mtp, self.step, mtp_batches)
+            return released(mtp_batches, *args, **keywords)
+
+        return call
+
+    def _note_mtp(self, step: Observed, batches: Any) -> None:
+        requests = map(step.request_ids.__getitem__, map(_ROW, batches))
+        step.mtp.append((list(requests), list(map(_OFFSET, batches))))
+
+    def _watch_hooks(self) -> None:
+        self._stand_before(self.runner, "_decode_preprocess", self._batched)
+        if self._hooks:
+            self._stand_before(self._model, SCALAR_HOOK, self._scalar)
+
+    def _offers(self) -> tuple[bool, bool, bool]:
+        batched = callable(getattr(self.runner, "_decode_preprocess", None))
+        # The released state takes all decode rows at once, whatever its hook is called; the mixin goes by the name.
+        gathers = batched and (not self._plans() or callable(getattr(self._model, v2.GATHERING_HOOK, None)))
+        return batched, gathers, getattr(self._model, "mtp", None) is not None
+
+
+def _rank(group: str) -> int:
+    """This process's rank in one of vLLM's groups, 0 where there is no such group."""
+    from vllm.distributed import parallel_state
+
+    return int(getattr(getattr(parallel_state, group, None), "rank_in_group", 0))

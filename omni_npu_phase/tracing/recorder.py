@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recorder: steps are put into a ring on the step's thread, and written to a file by another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_npu_phase import contract
+from omni_npu_phase.plan import StepPlan
+from omni_npu_phase.runtimes import v2
+from omni_npu_phase.tracing import schema
+
+# vLLM shows what is logged under its own name.
+logger = logging.getLogger("vllm.omni_npu_phase")
+
+RING_STEPS = 1024
+"""Steps that wait to be written; more push the oldest out, and its number is missing in the file."""
+FLUSH_SECONDS = 0.25
+"""How often what waits is written: as much is lost when a process is killed."""
+KNOWN_REQUESTS = 4096
+"""Requests whose progress is remembered to mark replays."""
+_PAUSE_SECONDS = 0.0005
+
+Integers = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(slots=True)
+class Observed:
+    """One step as it was seen, before anything is made of it. Arrays have shape (rows,) in input-batch order."""
+
+    number: int
+    time_ns: int
+    """Since the epoch, when the step's inputs began to be prepared."""
+    request_ids: Sequence[str]
+    prompt_lens: Integers
+    num_computed: Integers
+    spans: Integers | Mapping[str, int]
+    """By row, or by request id."""
+    offsets: Integers
+    buffer_rows: int
+    calls: list[tuple[str, Sequence[Any], Sequence[Any] | None]] = field(default_factory=list)
+    """Hook calls in order: the hook, its request ids, and what each was told."""
+    mtp: list[tuple[Sequence[Any], Sequence[int] | None]] = field(default_factory=list)
+    """MTP calls in order: request ids, and their offsets."""
+    plan: StepPlan | None = None
+    took_ns: int = 0
+    error: str | None = None
+
+
+class Recorder:
+    """Writes one runner's steps into a file that is made with the first of them.
+
+    ``header`` is asked for once, in the thread that writes. A file that cannot be written ends the recording with one
+    warning; nothing is raised into the engine.
+    """
+
+    def __init__(self, folder: Path, header: Callable[[], schema.Header]) -> None:
+        self.folder = folder
+        self.path: Path | None = None
+        self.stopped = False
+        """Whether nothing is recorded any more: closed, or the file could not be written."""
+        self._header = header
+        self._ring: deque[Observed] = deque(maxlen=RING_STEPS)
+        self._file: TextIO | None = None
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._reached: OrderedDict[str, int] = OrderedDict()
+        self._infers_scalar = False
+        # atexit alone would not do: forked workers of multiprocessing end without it.
+        self._at_exit = Finalize(None, _close, args=(self._pid, self._finish), exitpriority=100)
+
+    def add(self, step: Observed) -> None:
+        """Take a step that has ended, on the step's thread; :meth:`flush` is called for one that ended in an error."""
+        self._ring.append(step)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_on, name="omni-npu-phase trace", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self.fail("cannot start the thread that writes", error)
+        if step.error is not None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, now and in this thread."""
+        self._drain(pause=0.0)
+
+    def close(self) -> None:
+        """Write what waits and close the file. May be called again."""
+        self._at_exit()
+
+    def fail(self, what: str, error: Exception) -> None:
+        """End the recording, saying why once."""
+        if not self.stopped:
+            self.stopped = True
+            self._ring.clear()
+            logger.warning(
+                "omni-npu-phase: %s (%s: %s). The trace ends here, the engine goes on.",
+                what,
+                type(error).__name__,
+                error,
+            )
+
+    def _write_on(self) -> None:
+        while not self._closing.wait(FLUSH_SECONDS):
+            # In small bites: the step's thread must not wait for the interpreter's lock.
+            self._drain(pause=_PAUSE_SECONDS)
+
+    def _drain(self, pause: float) -> None:
+        with self._lock:
+            try:
+                while self._ring and not self.stopped:
+                    step = self._ring.popleft()
+                    file = self._opened()
+                    file.write(_line(described(step, self._reached, infer_scalar=self._infers_scalar)))
+                    if pause:
+                        time.sleep(pause)
+                if self._file is not None and not self.stopped:
+                    self._file.flush()
+            except OSError as error:
+                self.fail(f"cannot write {self.path or self.folder}", error)
+            except Exception as error:  # noqa: BLE001 - a step that cannot be described must not stop an engine
+                self.fail("cannot describe a step", error)
+
+    def _finish(self) -> None:
+        self._closing.set()
+        self._drain(pause=0.0)
+        self.stopped = True
+        with self._lock:
+            try:
+                if self._file is not None:
+                    self._file.close()
+            except OSError:
+                # What could not be written was said when it failed.
+                logger.debug("omni-npu-phase: %s was not closed", self.path)
+
+    def _opened(self) -> TextIO:
+        if self._file is None:
+            header = self._header()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.path, self._file = _new_file(self.folder, header.file_stem)
+            self._infers_scalar = header.preprocess and not header.hooks
+            self._file.write(_line(header.as_json()))
+        return self._file
+
+
+def _close(pid: int, finish: Callable[[], None]) -> None:
+    # A fork has the ring of its parent, who writes it.
+    if os.getpid() == pid:
+        finish()
+
+
+def _new_file(folder: Path, stem: str) -> tuple[Path, TextIO]:
+    number = 1
+    while True:
+        path = folder / f"{stem}{'' if number == 1 else f'-{number}'}.jsonl"
+        try:
+            return path, path.open("x", encoding="utf-8")
+        except FileExistsError:
+            number += 1
+
+
+def _line(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def described(step: Observed, reached: OrderedDict[str, int], *, infer_scalar: bool) -> dict[str, Any]:
+    """The step as its line in the file.
+
+    ``reached``: how far each request was computed before; the step is added to it. ``infer_scalar``: calls of the
+    scalar hook were not watched, so that rows which no batched call took are put down to it.
+    """
+    rows = _rows(step, reached)
+    by_request = {row.request: row for row in rows}
+    strays: list[list[Any]] = []
+    called: set[str] = set()
+    for number, (hook, requests, told) in enumerate(step.calls):
+        for index, request in enumerate(requests):
+            row = by_request.get(request)
+            if row is None or request in called:
+                strays.append([hook, number, _text(request)])
+                continue
+            called.add(request)
+            row.hook, row.call = hook, number
+            if told is not None:
+                row.told = [_plain(value) for value in told[index]]
+    if infer_scalar and step.error is None:
+        for row in rows:
+            if row.hook is None and not row.request.startswith(v2.WARMUP):
+                row.hook = schema.SCALAR
+    for position, (request, at) in enumerate(_mtp_entries(step)):
+        row = by_request.get(request)
+        if row is None or row.mtp is not None:
+            strays.append([schema.MTP, position, _text(request)])
+        else:
+            row.mtp, row.mtp_at = position, at
+    document: dict[str, Any] = {
+        "step": step.number,
+        "time": step.time_ns // 1000,
+        "took": step.took_ns // 1000,
+        "buffer": step.buffer_rows,
+        "rows": [row.as_json() for row in rows],
+    }
+    if strays:
+        document["strays"] = strays
+    if step.error is not None:
+        document["error"] = step.error
+    return document
+
+
+def _rows(step: Observed, reached: OrderedDict[str, int]) -> list[schema.Row]:
+    spans = step.spans
+    if isinstance(spans, Mapping):
+        by_row = [spans.get(request, schema.NOT_SCHEDULED) for request in step.request_ids]
+    else:
+        by_row = spans.tolist()
+    told = {} if step.plan is None else {request: row for row, request in enumerate(step.plan.request_ids)}
+    rows = []
+    for request, prompt_len, computed, span, at in zip(
+        step.request_ids,
+        step.prompt_lens.tolist(),
+        step.num_computed.tolist(),
+        by_row,
+        step.offsets.tolist(),
+        strict=True,
+    ):
+        furthest = reached.pop(request, None)
+        row = schema.Row(
+            request=request,
+            prompt_len=prompt_len,
+            computed=computed,
+            span=span,
+            at=at,
+            phase=contract.phase_name(prompt_len, computed, span),
+            crosses=contract.crosses(prompt_len, computed, span),
+            # A request that was computed up to here has one token more, which it is to read next.
+            replay=furthest is not None and contract.is_replay(prompt_len, computed, span, furthest + 1),
+        )
+        if step.plan is not None and request in told:
+            row.told = [_plain(value) for value in step.plan.fields(told[request]).values()]
+        reached[request] = max(computed + span, furthest or 0)
+        rows.append(row)
+    while len(reached) > KNOWN_REQUESTS:
+        reached.popitem(last=False)
+    return rows
+
+
+def _mtp_entries(step: Observed) -> Iterator[tuple[Any, int | None]]:
+    for requests, offsets in step.mtp:
+        for index, request in enumerate(requests):
+            yield request, None if offsets is None or index >= len(offsets) else int(offsets[index])
+
+
+def _plain(value: Any) -> Any:
+    """A field as JSON holds it; of a value of another type only the type, for a tensor would have to be waited for."""
+    return value if value is None or type(value) in (int, bool) else f"<{type(value).__name__}>"
+
+
+def _text(request: Any) -> str | None:
+    return None if request is None else str(request)
