@@ -241,6 +241,7 @@ class _Bench:
         batch.refresh_metadata()
         for index, row in enumerate(rows):
             batch.num_computed_tokens_cpu[index] = row.computed
+            batch.num_prompt_tokens[index] = row.prompt
         for request in self.scenario.setting.missing:
             runner.requests.pop(request, None)
         if self.scenario.setting.stale:

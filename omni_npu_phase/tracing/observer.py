@@ -111,38 +111,39 @@ class _Observer:
             self._put.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, wrap(method))
 
-    def _guarded(self, note: Callable[..., Any], *args: Any) -> Any:
-        """Run a part of the observer; whatever goes wrong in it ends the recording and nothing else."""
-        try:
-            return note(*args)
-        except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
-            self.recorder.fail(f"cannot observe {type(self.runner).__qualname__}", error)
-            return None
+    def _fail(self, error: Exception) -> None:
+        """End the recording, and nothing else."""
+        self.recorder.fail(f"cannot observe {type(self.runner).__qualname__}", error)
 
     def _step(self, released: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self.recorder
+
         @functools.wraps(released)
         def call(*args: Any, **keywords: Any) -> Any:
-            step = None if self.recorder.stopped else self._guarded(self._began, args, keywords)
+            step = None if recorder.stopped else self._began(args, keywords)
             if step is None:
                 return released(*args, **keywords)
-            began = time.perf_counter_ns()
             try:
                 return released(*args, **keywords)
             except BaseException as error:
                 step.error = f"{type(error).__name__} {getattr(error, 'clause', '')}".rstrip()
                 raise
             finally:
-                step.took_ns = time.perf_counter_ns() - began
+                step.ended = time.perf_counter_ns()
                 self.step = None
-                self.recorder.add(step)
+                recorder.add(step)
 
         return call
 
     def _began(self, args: Sequence[Any], keywords: dict[str, Any]) -> Observed | None:
-        if self.runner.model is not self._model:
-            self._model = self.runner.model
-            self._watch_hooks()
-        step = self.step = self._snapshot(*args, **keywords)
+        try:
+            if self.runner.model is not self._model:
+                self._model = self.runner.model
+                self._watch_hooks()
+            step = self.step = self._snapshot(*args, **keywords)
+        except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
+            self._fail(error)
+            return None
         self._number += step is not None
         return step
 
@@ -157,13 +158,15 @@ class _Observer:
         @functools.wraps(hook)
         def call(*args: Any, **keywords: Any) -> Any:
             if self.step is not None:
-                self._guarded(self._note_batch, self.step, args, keywords)
+                try:
+                    self._note_batch(self.step, keywords["req_infos"] if "req_infos" in keywords else args[-1])
+                except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
+                    self._fail(error)
             return hook(*args, **keywords)
 
         return call
 
-    def _note_batch(self, step: Observed, args: Sequence[Any], keywords: dict[str, Any]) -> None:
-        infos = keywords["req_infos"] if "req_infos" in keywords else args[-1]
+    def _note_batch(self, step: Observed, infos: Sequence[Any]) -> None:
         try:
             requests = list(map(self._id_of, infos))
             told = list(map(_TOLD, infos)) if self._hooks else None
@@ -232,34 +235,35 @@ class _RunnerObserver(_Observer):
         count = len(request_ids)
         return Observed(
             self._number,
-            time.time_ns(),
+            time.perf_counter_ns(),
             request_ids,
             batch.num_prompt_tokens[:count].copy(),
             batch.num_computed_tokens_cpu[:count].copy(),
-            scheduler_output.num_scheduled_tokens.copy(),
+            # Made for this step and not changed after it.
+            scheduler_output.num_scheduled_tokens,
             self.runner.query_start_loc.np[:count].copy(),
             num_input_tokens,
         )
 
     def _mtp(self, released: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(released)
-        def call(*args: Any, **keywords: Any) -> Any:
+        def call(decode_req_ids: Any, inputs_embeds: Any, *rest: Any, **keywords: Any) -> Any:
+            step = self.step
             # The released step for seeded rows calls itself once more for each of them.
-            if self._in_mtp or self.step is None:
-                return released(*args, **keywords)
-            self._guarded(self._note_mtp, self.step, args, keywords)
+            if step is None or self._in_mtp:
+                return released(decode_req_ids, inputs_embeds, *rest, **keywords)
             self._in_mtp = True
             try:
-                return released(*args, **keywords)
+                try:
+                    offsets = rest[0] if rest else keywords.get("start_offsets")
+                    step.mtp.append((list(decode_req_ids), None if offsets is None else list(offsets)))
+                except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
+                    self._fail(error)
+                return released(decode_req_ids, inputs_embeds, *rest, **keywords)
             finally:
                 self._in_mtp = False
 
         return call
-
-    def _note_mtp(self, step: Observed, args: Sequence[Any], keywords: dict[str, Any]) -> None:
-        given = dict(zip(("decode_req_ids", "inputs_embeds", "start_offsets"), args, strict=False), **keywords)
-        offsets = given.get("start_offsets")
-        step.mtp.append((list(given["decode_req_ids"]), None if offsets is None else list(offsets)))
 
     def _watch_hooks(self) -> None:
         self._stand_before(self._model, BATCHED_HOOK, self._batched)
@@ -290,7 +294,7 @@ class _StateObserver(_Observer):
             return None
         return Observed(
             self._number,
-            time.time_ns(),
+            time.perf_counter_ns(),
             list(input_batch.req_ids[:count]),
             prompt_lens[input_batch.idx_mapping_np[:count]],
             progress[:count].copy(),
@@ -303,7 +307,10 @@ class _StateObserver(_Observer):
         @functools.wraps(released)
         def call(mtp_batches: Any, *args: Any, **keywords: Any) -> Any:
             if self.step is not None:
-                self._guarded(self._note_mtp, self.step, mtp_batches)
+                try:
+                    self._note_mtp(self.step, mtp_batches)
+                except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
+                    self._fail(error)
             return released(mtp_batches, *args, **keywords)
 
         return call

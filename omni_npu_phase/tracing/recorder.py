@@ -33,6 +33,8 @@ FLUSH_SECONDS = 0.25
 KNOWN_REQUESTS = 4096
 """Requests whose progress is remembered to mark replays."""
 _PAUSE_SECONDS = 0.0005
+_EPOCH = time.time_ns() - time.perf_counter_ns()
+"""What makes a reading of the clock a time since the epoch."""
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -42,8 +44,8 @@ class Observed:
     """One step as it was seen, before anything is made of it. Arrays have shape (rows,) in input-batch order."""
 
     number: int
-    time_ns: int
-    """Since the epoch, when the step's inputs began to be prepared."""
+    began: int
+    """By ``time.perf_counter_ns``; a step begins when its inputs begin to be prepared."""
     request_ids: Sequence[str]
     prompt_lens: Integers
     num_computed: Integers
@@ -56,7 +58,7 @@ class Observed:
     mtp: list[tuple[Sequence[Any], Sequence[int] | None]] = field(default_factory=list)
     """MTP calls in order: request ids, and their offsets."""
     plan: StepPlan | None = None
-    took_ns: int = 0
+    ended: int = 0
     error: str | None = None
 
 
@@ -211,8 +213,8 @@ def described(step: Observed, reached: OrderedDict[str, int], *, infer_scalar: b
             row.mtp, row.mtp_at = position, at
     document: dict[str, Any] = {
         "step": step.number,
-        "time": step.time_ns // 1000,
-        "took": step.took_ns // 1000,
+        "time": (step.began + _EPOCH) // 1000,
+        "took": (step.ended - step.began) // 1000,
         "buffer": step.buffer_rows,
         "rows": [row.as_json() for row in rows],
     }
