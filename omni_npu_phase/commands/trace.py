@@ -162,12 +162,13 @@ def _reading(source: Path) -> Iterator[list[Trace]]:
 
 def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a file that is there as a whole or, where it cannot be written, not at all."""
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".part-{path.name}")
     try:
         write(part)
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         console.stop(f"{path}: {error.strerror}")
 
 

@@ -140,9 +140,10 @@ class _Judge:
             ]
             yield "M2", row, f"{row}: {odd[0]}" if odd else ""
             told = f"{row} was told P={prompt_len} C={computed} prefill={prefill}"
-            yield "M3", row, told if prompt_len != row.prompt_len else ""
-            yield "M4", row, told if computed != row.computed else ""
-            wrong = told if prefill is not row.prefill else ""
+            # Of a value of another type nothing more is known.
+            yield "M3", row, told if prompt_len != row.prompt_len and not isinstance(prompt_len, str) else ""
+            yield "M4", row, told if computed != row.computed and not isinstance(computed, str) else ""
+            wrong = told if prefill != row.prefill and not isinstance(prefill, str) else ""
             earlier = self._earlier.get(row.request)
             if earlier is not None and earlier.row.prefill is not row.prefill:
                 # The phase has just changed: a latched one shows here.

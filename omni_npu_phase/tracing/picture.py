@@ -47,7 +47,7 @@ def draw(requests: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     for panel in panels[len(requests) :]:
         panel.set_axis_off()
     figure.legend(handles=legend(), loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
 
 
 def legend() -> list[Any]:

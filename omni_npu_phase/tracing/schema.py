@@ -192,7 +192,7 @@ def read(path: Path) -> Trace:
         raise TraceError(f"{path}: {error.strerror}") from error
     try:
         raw = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raw = None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         what = "is empty" if not line else "is no trace of omni-npu-phase"
@@ -231,7 +231,7 @@ def _step(path: Path, number: int, line: bytes) -> Step:
             strays=[Stray(*stray) for stray in raw.get("strays", ())],
             error=raw.get("error"),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TraceError(f"{path}, line {number}: no step of a trace ({type(error).__name__}: {error})") from error
 
 
