@@ -78,7 +78,8 @@ def show(
     parts: list[Table | str] = []
     for trace in traces:
         own = [(each, row) for source_trace, each, row in found if source_trace is trace]
-        parts += [_row_table(trace, own[:rows])]
+        if own or not found:
+            parts.append(_row_table(trace, own[:rows]))
         if len(own) > rows:
             parts.append(f"{len(own) - rows} more rows: choose by --request, --step, --phase or --tail, or give --rows")
     console.write([*parts, *map(console.escape, notes)], None)

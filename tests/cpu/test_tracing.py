@@ -765,6 +765,19 @@ def test_missing_and_empty_places(tmp_path: Path) -> None:
     assert "nothing was recorded that a clause could be judged by" in " ".join(result.stderr.split())
 
 
+def test_the_schema_is_documented() -> None:
+    """docs/trace.md has every name that is in a file, and the clauses that check judges."""
+    text = (Path(__file__).parents[2] / "docs" / "trace.md").read_text(encoding="utf-8")
+    step = recorder.described(_observed(0), OrderedDict(), infer_scalar=False)
+    for name in (*HEADER.as_json(), *schema.COLUMNS, *step, "strays", "error"):
+        assert f"`{name}`" in text, name
+    assert f"schema {schema.SCHEMA}" in text
+    listed = text.partition("`check` judges ")[2].partition(".")[0]
+    assert {*SHOWN} == {"M1", "M2", "M3", "M4", "M5", "M7", "M8", "R1", "R2", "R3", "R4", "R5", "T1", "T2", "T3", "T4",
+                        "T6", "T7", "E2", "E3", "E4"}  # fmt: skip
+    assert listed == "M1 to M5, M7, M8, R1 to R5, T1 to T4, T6, T7 and E2 to E4"
+
+
 # The commands.
 
 
