@@ -48,6 +48,8 @@ def install() -> None:
         logger.info("omni-npu-phase: %s=off, nothing is replaced", MODE_VARIABLE)
         if tracing.folder() is None:
             return
+    if tracing.folder() is not None:
+        logger.info("omni-npu-phase: %s, every runner is recorded into %s", tracing.TRACE_VARIABLE, tracing.folder())
     with _refusals_logged():
         spec = importlib.util.find_spec("vllm_omni")
         if spec is None:

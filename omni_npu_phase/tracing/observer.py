@@ -90,7 +90,8 @@ class _Observer:
         self.recorder = Recorder(folder, self._header)
         self.step: Observed | None = None
         """The step under way."""
-        self._put: list[tuple[Any, str, Any]] = []
+        self._methods: list[tuple[Any, str, Any]] = []
+        self._model_hooks: list[tuple[Any, str, Any]] = []
         self._hooks = hooks
         self._number = 0
         self._model: Any = None
@@ -98,18 +99,8 @@ class _Observer:
 
     def detach(self) -> None:
         """Take back what stands before methods and hooks."""
-        while self._put:
-            owner, name, own = self._put.pop()
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-    def _stand_before(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        method = getattr(owner, name, None)
-        if callable(method):
-            self._put.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, wrap(method))
+        _take_back(self._model_hooks)
+        _take_back(self._methods)
 
     def _fail(self, error: Exception) -> None:
         """End the recording, and nothing else."""
@@ -138,6 +129,8 @@ class _Observer:
     def _began(self, args: Sequence[Any], keywords: dict[str, Any]) -> Observed | None:
         try:
             if self.runner.model is not self._model:
+                # A model that was taken away must not be kept.
+                _take_back(self._model_hooks)
                 self._model = self.runner.model
                 self._watch_hooks()
             step = self.step = self._snapshot(*args, **keywords)
@@ -226,8 +219,8 @@ class _RunnerObserver(_Observer):
     def __init__(self, runner: Any, folder: Path, *, hooks: bool) -> None:
         super().__init__(runner, folder, hooks=hooks)
         self._in_mtp = False
-        self._stand_before(runner, "_preprocess", self._step)
-        self._stand_before(runner, "_talker_mtp_forward", self._mtp)
+        _stand_before(runner, "_preprocess", self._step, self._methods)
+        _stand_before(runner, "_talker_mtp_forward", self._mtp, self._methods)
 
     def _snapshot(self, scheduler_output: Any, num_input_tokens: int, *_: Any, **__: Any) -> Observed:
         batch = self.runner.input_batch
@@ -266,9 +259,9 @@ class _RunnerObserver(_Observer):
         return call
 
     def _watch_hooks(self) -> None:
-        self._stand_before(self._model, BATCHED_HOOK, self._batched)
+        _stand_before(self._model, BATCHED_HOOK, self._batched, self._model_hooks)
         if self._hooks:
-            self._stand_before(self._model, SCALAR_HOOK, self._scalar)
+            _stand_before(self._model, SCALAR_HOOK, self._scalar, self._model_hooks)
 
     def _offers(self) -> tuple[bool, bool, bool]:
         batched = callable(getattr(self._model, BATCHED_HOOK, None))
@@ -283,8 +276,8 @@ class _StateObserver(_Observer):
 
     def __init__(self, runner: Any, folder: Path, *, hooks: bool) -> None:
         super().__init__(runner, folder, hooks=hooks)
-        self._stand_before(runner, "run_preprocess", self._step)
-        self._stand_before(runner, "_run_batched_mtp", self._mtp)
+        _stand_before(runner, "run_preprocess", self._step, self._methods)
+        _stand_before(runner, "_run_batched_mtp", self._mtp, self._methods)
 
     def _snapshot(
         self, input_batch: Any, model_inputs: Any, req_states: Any = None, *_: Any, **__: Any
@@ -320,15 +313,34 @@ class _StateObserver(_Observer):
         step.mtp.append((list(requests), list(map(_OFFSET, batches))))
 
     def _watch_hooks(self) -> None:
-        self._stand_before(self.runner, "_decode_preprocess", self._batched)
+        _stand_before(self.runner, "_decode_preprocess", self._batched, self._model_hooks)
         if self._hooks:
-            self._stand_before(self._model, SCALAR_HOOK, self._scalar)
+            _stand_before(self._model, SCALAR_HOOK, self._scalar, self._model_hooks)
 
     def _offers(self) -> tuple[bool, bool, bool]:
         batched = callable(getattr(self.runner, "_decode_preprocess", None))
         # The released state takes all decode rows at once, whatever its hook is called; the mixin goes by the name.
         gathers = batched and (not self._plans() or callable(getattr(self._model, v2.GATHERING_HOOK, None)))
         return batched, gathers, getattr(self._model, "mtp", None) is not None
+
+
+def _stand_before(
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kept: list[tuple[Any, str, Any]]
+) -> None:
+    """Put a wrapped method on an object, where it has it, and keep what the object itself had under the name."""
+    method = getattr(owner, name, None)
+    if callable(method):
+        kept.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, wrap(method))
+
+
+def _take_back(kept: list[tuple[Any, str, Any]]) -> None:
+    while kept:
+        owner, name, own = kept.pop()
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 def _rank(group: str) -> int:

@@ -217,6 +217,22 @@ def test_recording_ends_and_begins_again(mixed: type, tmp_path: Path) -> None:
     assert {name: value for name, value in vars(bench.model).items() if callable(value)} == hooks
 
 
+def test_a_model_that_is_taken_away_is_let_go(mixed: type, tmp_path: Path) -> None:
+    bench, other = _bench(mixed, 2), _bench(mixed, 2)
+    own_hook, new_hook = bench.model.preprocess_decode_batch, other.model.preprocess_decode_batch
+    own = tracing.record(bench.runner, tmp_path)
+    bench.step()
+    assert bench.model.preprocess_decode_batch is not own_hook
+    bench.runner.model = other.model
+    bench.step()
+    assert bench.model.preprocess_decode_batch is own_hook
+    assert other.model.preprocess_decode_batch is not new_hook
+    own.close()
+    (trace,) = schema.find(tmp_path)
+    assert [each.rows[1].hook for each in trace.steps()] == ["batched", "batched"]
+    assert not any(each.strays for each in trace.steps())
+
+
 class _WithoutHostSide:
     """A buffer of a runner that keeps none for the host in NumPy."""
 
