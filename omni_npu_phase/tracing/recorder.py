@@ -65,8 +65,8 @@ class Observed:
 class Recorder:
     """Writes one runner's steps into a file that is made with the first of them.
 
-    ``header`` is asked for once, in the thread that writes. A file that cannot be written ends the recording with one
-    warning; nothing is raised into the engine.
+    ``header`` is asked for with the first step, on its thread: later a runner may be taken apart. A file that cannot be
+    written ends the recording with one warning; nothing is raised into the engine.
     """
 
     def __init__(self, folder: Path, header: Callable[[], schema.Header]) -> None:
@@ -74,12 +74,12 @@ class Recorder:
         self.path: Path | None = None
         self.stopped = False
         """Whether nothing is recorded any more: closed, or the file could not be written."""
-        self._header = header
+        self._describe = header
+        self._header: schema.Header | None = None
         self._ring: deque[Observed] = deque(maxlen=RING_STEPS)
         self._file: TextIO | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._reached: OrderedDict[str, int] = OrderedDict()
         self._infers_scalar = False
@@ -89,14 +89,17 @@ class Recorder:
     def add(self, step: Observed) -> None:
         """Take a step that has ended, on the step's thread; :meth:`flush` is called for one that ended in an error."""
         self._ring.append(step)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_on, name="omni-npu-phase trace", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError as error:
-                self.fail("cannot start the thread that writes", error)
+        if self._header is None:
+            self._begin()
         if step.error is not None:
             self.flush()
+
+    def _begin(self) -> None:
+        try:
+            self._header = self._describe()
+            threading.Thread(target=self._write_on, name="omni-npu-phase trace", daemon=True).start()
+        except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
+            self.fail("cannot begin a trace", error)
 
     def flush(self) -> None:
         """Write what waits, now and in this thread."""
@@ -119,7 +122,7 @@ class Recorder:
             )
 
     def _write_on(self) -> None:
-        while not self._closing.wait(FLUSH_SECONDS):
+        while not self._closing.wait(FLUSH_SECONDS) and not self.stopped:
             # In small bites: the step's thread must not wait for the interpreter's lock.
             self._drain(pause=_PAUSE_SECONDS)
 
@@ -153,7 +156,8 @@ class Recorder:
 
     def _opened(self) -> TextIO:
         if self._file is None:
-            header = self._header()
+            header = self._header
+            assert header is not None
             self.folder.mkdir(parents=True, exist_ok=True)
             self.path, self._file = _new_file(self.folder, header.file_stem)
             self._infers_scalar = header.preprocess and not header.hooks

@@ -217,6 +217,18 @@ def test_recording_ends_and_begins_again(mixed: type, tmp_path: Path) -> None:
     assert {name: value for name, value in vars(bench.model).items() if callable(value)} == hooks
 
 
+def test_the_header_is_of_the_first_step(mixed: type, tmp_path: Path) -> None:
+    """What an engine takes apart at its end, before anything was written, is not missing."""
+    bench = _bench(mixed, 2)
+    own = tracing.record(bench.runner, tmp_path)
+    bench.step()
+    bench.runner.has_talker_mtp = False
+    bench.model.has_preprocess = False
+    own.close()
+    (trace,) = schema.find(tmp_path)
+    assert (trace.header.mtp, trace.header.preprocess, trace.header.mixin) == (True, True, True)
+
+
 def test_a_model_that_is_taken_away_is_let_go(mixed: type, tmp_path: Path) -> None:
     bench, other = _bench(mixed, 2), _bench(mixed, 2)
     own_hook, new_hook = bench.model.preprocess_decode_batch, other.model.preprocess_decode_batch
