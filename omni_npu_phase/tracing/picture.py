@@ -46,7 +46,7 @@ def draw(requests: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
         draw_rows(panel, rows, request)
     for panel in panels[len(requests) :]:
         panel.set_axis_off()
-    figure.legend(handles=legend(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles=legend(), loc="outside lower center", ncols=5 if columns > 1 else 2, frameon=False)
     figure.savefig(path, dpi=110, format="png")
 
 
