@@ -169,7 +169,6 @@ class _Judge:
             if row.hook is None:
                 continue
             if row.hook == BATCHED:
-                yield "R3", row, ""
                 yield "R2", row, "" if row.eligible else f"{row} is {_kind(row)} and went to the batched hook"
             elif self._header.batched:
                 yield "R2", row, ""
@@ -187,6 +186,12 @@ class _Judge:
         for index, row in enumerate(rows):
             if row.call is not None:
                 by_call.setdefault(row.call, []).append(index)
+        for indices in by_call.values():
+            if rows[indices[0]].hook == BATCHED:
+                names = [rows[index].request for index in sorted(indices, key=lambda index: rows[index].entry or 0)]
+                swapped = names != [rows[index].request for index in indices]
+                listing = f"a batched call has its entries in another order than the rows': {', '.join(names)}"
+                yield "R3", rows[indices[0]], listing if swapped else ""
         if not self._header.mtp and not self._header.gathers:
             for indices in by_call.values():
                 offsets = [rows[index].at for index in indices]

@@ -108,7 +108,7 @@ def _columns(one: Header, two: Header) -> tuple[list[str], list[str]]:
     """What is compared, and why the rest is not."""
     left_out = []
     if one.hooks != two.hooks:
-        left_out = ["call", "told"]
+        left_out = ["call", "entry", "told"]
     elif one.mixin != two.mixin and not one.hooks:
         left_out = ["told"]
     notes = [f"not recorded in both, and not compared: {', '.join(left_out)}"] if left_out else []

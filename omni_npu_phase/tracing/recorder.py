@@ -202,7 +202,7 @@ def described(step: Observed, reached: OrderedDict[str, int], *, infer_scalar: b
                 strays.append([hook, number, _text(request)])
                 continue
             called.add(request)
-            row.hook, row.call = hook, number
+            row.hook, row.call, row.entry = hook, number, index
             if told is not None:
                 row.told = [_plain(value) for value in told[index]]
     if infer_scalar and step.error is None:

@@ -15,7 +15,7 @@ FORMAT = "omni-npu-phase/trace"
 SCHEMA = 1
 COLUMNS = (
     *("request", "P", "C", "S", "at", "phase", "crosses", "replay"),
-    *("hook", "call", "mtp", "mtp_at", "told"),
+    *("hook", "call", "entry", "mtp", "mtp_at", "told"),
 )
 """Names of a row's values, in their order in the file."""
 NOT_SCHEDULED = -1
@@ -46,6 +46,8 @@ class Row:
     """``batched`` or ``scalar``; None where no call was seen."""
     call: int | None = None
     """Number of the hook call in the step; rows of one batched call share it. None for a scalar call not watched."""
+    entry: int | None = None
+    """Place among the rows of its hook call."""
     mtp: int | None = None
     """Position in the MTP batch."""
     mtp_at: int | None = None

@@ -635,6 +635,8 @@ _BREACHES: list[tuple[str, str, str, Hook, bool, Change]] = [
      Change(batched=_decodes)),
     ("R3", "stranger is no row of the step", "mixed", "batched", True,
      Change(names=lambda ids: ["stranger" if name == "dec2" else name for name in ids])),
+    ("R3", "entries in another order than the rows': dec3, dec2", "mixed", "batched", True,
+     Change(names=lambda ids: ids[::-1])),
     ("R4", "one batched call took offsets [3, 5, 6]", "mixed", "batched", False, Change(calls=_together)),
     ("R4", "flushed after a later span", "mixed", "batched", False,
      Change(calls=lambda runs, plan: sorted(runs, key=lambda run: run.batched))),
@@ -723,7 +725,8 @@ def _line(number: int, *rows: list[Any], **more: Any) -> dict[str, Any]:
 
 def _decode(request: str = "a", **other: Any) -> list[Any]:
     values = {"request": request, "P": 3, "C": 3, "S": 1, "at": 0, "phase": "decode", "crosses": False,
-              "replay": False, "hook": "batched", "call": 0, "mtp": 0, "mtp_at": 0, "told": [3, 3, False]}  # fmt: skip
+              "replay": False, "hook": "batched", "call": 0, "entry": 0, "mtp": 0, "mtp_at": 0,
+              "told": [3, 3, False]}  # fmt: skip
     return list({**values, **other}.values())
 
 
