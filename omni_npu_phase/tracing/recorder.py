@@ -258,7 +258,9 @@ def _rows(step: Observed, reached: OrderedDict[str, int]) -> list[schema.Row]:
             replay=furthest is not None and contract.is_replay(prompt_len, computed, span, furthest + 1),
         )
         if step.plan is not None and request in told:
-            row.told = [_plain(value) for value in step.plan.fields(told[request]).values()]
+            fields: dict[str, Any] = {}
+            step.plan.write_fields([told[request]], [fields])
+            row.told = [_plain(value) for value in fields.values()]
         reached[request] = max(computed + span, furthest or 0)
         rows.append(row)
     while len(reached) > KNOWN_REQUESTS:

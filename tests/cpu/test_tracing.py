@@ -525,11 +525,23 @@ def test_a_folder_that_is_a_file(mixed: type, tmp_path: Path) -> None:
 # Broken runners: every clause that a trace can show is shown by one.
 
 
+def _fields(plan: StepPlan, index: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    plan.write_fields([index], [fields])
+    return fields
+
+
+def _calls(plan: StepPlan, *, batched: bool) -> list[Run]:
+    """Hook calls of the step: scalar rows one by one."""
+    runs = plan.runs(batched=batched)
+    return [one for run in runs for one in ([run] if run.batched else [Run([row], False) for row in run.rows])]
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """How a third party's runner goes wrong; as it stands it keeps the contract."""
 
-    fields: Callable[[StepPlan, int], dict[str, Any]] = StepPlan.fields
+    fields: Callable[[StepPlan, int], dict[str, Any]] = _fields
     calls: Callable[[list[Run], StepPlan], list[Run]] = field(default=lambda runs, plan: runs)
     batched: Callable[[StepPlan], list[bool]] = field(default=lambda plan: plan.eligible)
     names: Callable[[list[str]], list[str]] = field(default=lambda ids: ids)
@@ -564,7 +576,7 @@ def _third_party(released: type, change: Change) -> type:
 
         def _route(self, plan: StepPlan, ids: Any, embeds: Any) -> None:
             hook = getattr(self.model, BATCHED_HOOK, None)
-            runs = list(replace(plan, eligible=change.batched(plan)).runs(batched=callable(hook)))
+            runs = _calls(replace(plan, eligible=change.batched(plan)), batched=callable(hook))
             for run in change.calls(runs, plan):
                 names = change.names([plan.request_ids[index] for index in run.rows])
                 infos = [
@@ -592,14 +604,15 @@ def _third_party(released: type, change: Change) -> type:
 
 
 def _by_span(plan: StepPlan, index: int) -> dict[str, Any]:
-    return {**plan.fields(index), contract.IS_PREFILL: plan.spans[index] > 1}
+    return {**_fields(plan, index), contract.IS_PREFILL: plan.spans[index] > 1}
 
 
 def _told(**other: Callable[[Any], Any]) -> Callable[[StepPlan, int], dict[str, Any]]:
     names = {"P": contract.PROMPT_LEN, "C": contract.NUM_COMPUTED, "prefill": contract.IS_PREFILL}
     return lambda plan, index: {
-        **plan.fields(index), **{names[key]: change(plan.fields(index)[names[key]]) for key, change in other.items()}
-    }  # fmt: skip
+        **_fields(plan, index),
+        **{names[key]: change(_fields(plan, index)[names[key]]) for key, change in other.items()},
+    }
 
 
 def _one_token(plan: StepPlan) -> list[bool]:
