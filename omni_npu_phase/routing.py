@@ -108,6 +108,9 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, position: int) -> Sequenc
     port.write_rows(where, result.ids, None if in_mtp else result.embeds)
     if any(result.updates):
         port.store_updates(run.rows, [storable(update) for update in result.updates])
+    # As for scalar hooks: a run of one row is not stored at once.
+    del raw, result
+    port.own()
     return run.rows if in_mtp else ()
 
 

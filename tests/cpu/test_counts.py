@@ -157,6 +157,31 @@ def test_waiting_for_everything_is_caught(mixed: type, module: Any, monkeypatch:
     assert in_mtp == [[4] * 4] * 3 or stored == [4] * 8
 
 
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_tensor_that_a_batched_hook_fills_again_is_copied_at_once(mixed: type, rows: int) -> None:
+    """Also in a run of one row, whose updates may wait: the hook of the next run may fill them."""
+    with engineless():
+        steps = Steps(mixed, _case(rows, "batched", mix="mixed", chunk=4), torch.device("cpu"))
+        model, reused = steps.model, torch.zeros(1)
+        chunk = model.preprocess
+
+        def preprocess_decode_batch(input_ids: torch.Tensor, req_infos: list[dict[str, Any]]) -> Any:
+            reused.add_(1)
+            parts = [model.hidden[: len(req_infos)]] * 3
+            return input_ids, *parts, [{"mark": reused, "marks": [reused]} for _ in req_infos]
+
+        def preprocess(*given: Any, **info: Any) -> Any:
+            reused.add_(10)
+            return chunk(*given, **info)
+
+        model.preprocess_decode_batch, model.preprocess = preprocess_decode_batch, preprocess
+        steps.take()
+        live = [steps.runner.model_intermediate_buffer[f"r{row}"] for row in range(rows - 1)]
+    half = (rows - 1) // 2
+    assert [info["mark"].item() for info in live] == [1] * half + [12] * half
+    assert [info["marks"][0].item() for info in live] == [1] * half + [12] * half
+
+
 # Memory.
 
 
