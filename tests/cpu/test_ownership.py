@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,34 @@ def _kept_in(container: Any) -> torch.Tensor:
     return tensor
 
 
+def _weakly_kept() -> torch.Tensor:
+    tensor = torch.ones(2)
+    _HELD.append(weakref.ref(tensor))
+    return tensor
+
+
+def _of_kept_storage() -> torch.Tensor:
+    tensor = torch.ones(2)
+    _HELD.append(tensor.untyped_storage())
+    return torch.empty(0).set_(_HELD[-1])
+
+
+class _Around(torch.Tensor):
+    """A tensor of another class around one that is kept: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, kept: torch.Tensor) -> _Around:
+        around: _Around = torch.Tensor._make_wrapper_subclass(cls, kept.shape, dtype=kept.dtype)  # type: ignore[attr-defined]
+        return around
+
+    def __init__(self, kept: torch.Tensor) -> None:
+        self.kept = kept
+
+    @classmethod
+    def __torch_dispatch__(cls, *given: Any, **named: Any) -> Any:
+        raise NotImplementedError
+
+
 FRESH: dict[str, Callable[[], torch.Tensor]] = {
     "new": lambda: torch.ones(1, 4),
     "copy": lambda: _KEPT.clone(),
@@ -40,6 +69,9 @@ KEPT: dict[str, Callable[[], torch.Tensor]] = {
     "in nested dictionaries": lambda: _kept_in({"meta": {"x": torch.ones(2)}}),
     "memory of an array": lambda: torch.from_numpy(_ARRAY),
     "memory from elsewhere": lambda: torch.from_dlpack(_ARRAY),
+    "known by a weak reference": _weakly_kept,
+    "memory of a storage that is kept": _of_kept_storage,
+    "around a kept tensor": lambda: _Around(_KEPT),
     "one row of many that are kept": lambda: _kept_in([torch.ones(3, 2)])[1:2],
 }
 
