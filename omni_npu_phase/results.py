@@ -171,8 +171,10 @@ def batch_result(call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None)
     updates = list(updates)
     if len(updates) != count:
         raise call.error("E5b", f"{count} updates", str(len(updates)))
-    for update in () if set(map(type, updates)) == {dict} else updates:
+    for index, update in enumerate(() if set(map(type, updates)) == {dict} else tuple(updates)):
         if not isinstance(update, dict):
+            # It is ignored, and need not even have a truth value.
+            updates[index] = {}
             call.deviation("E5b", "updates", "a dictionary of updates per request", type(update).__name__)
     return BatchResult(
         ids=None if ids is given_ids else ids.reshape(-1),

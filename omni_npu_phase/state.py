@@ -81,7 +81,7 @@ class StateWrites:
         host copy. Updates that are empty or no dictionary, and requests without state, are passed over.
         """
         for request_id, update in zip(request_ids, updates, strict=True):
-            if not update or not isinstance(update, dict):
+            if not isinstance(update, dict) or not update:
                 continue
             state = self._runner.requests.get(request_id)
             if state is None:
@@ -257,7 +257,11 @@ def _at(dest: Any, key: Any) -> Any:
     """What is in a place now, None where nothing is."""
     if isinstance(dest, dict):
         return dest.get(key)
-    return dest[key] if key < len(dest) else None
+    try:
+        # A list, or a model's own kind of mapping.
+        return dest[key]
+    except LookupError:
+        return None
 
 
 def _swap(dest: Any, key: Any, copies: Mapping[int, torch.Tensor]) -> None:

@@ -151,6 +151,13 @@ def test_updates_in_any_form_that_iterates(updates: Any) -> None:
     assert result.updates == [{"x": 0}, {"x": 1}]
 
 
+@pytest.mark.parametrize("odd", [torch.ones(2), np.ones(2), None, "text", UserDict(x=1)])
+def test_an_update_that_is_no_dictionary_is_ignored(odd: Any) -> None:
+    """As released, which never asks whether it is true: tensors and arrays would not say."""
+    result = results.batch_result(_call(2), _batch(updates=[odd, {"x": 1}]), given_ids=None, mtp_width=WIDTH)
+    assert result.updates == [{}, {"x": 1}]
+
+
 @pytest.mark.parametrize("codes", [[[1], [2], [3]], ((1,), (2,)), np.array([[1], [2]])])
 def test_codes_that_are_no_tensor(codes: Any) -> None:
     raw = torch.zeros(2, WIDTH), codes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,7 @@ update = st.builds(
     st.dictionaries(st.sampled_from(["p", "q"]), value, max_size=2),
     st.dictionaries(st.sampled_from(["codes", "meta"]), nested, max_size=2),
 )
-odd_update = st.sampled_from([None, {}, [], "text", 5])
+odd_update: st.SearchStrategy[Any] = st.one_of(st.sampled_from([None, {}, [], "text", 5]), st.just(torch.ones(2)))
 
 
 @any_helper
@@ -279,6 +280,24 @@ def test_a_hook_that_writes_over_a_value_on_its_way_keeps_what_it_wrote() -> Non
     assert info["x"] == "own"
     assert "y" not in info
     assert [tensor.device for tensor in info["many"]] == [CPU]
+
+
+class _Mapping(UserDict[Any, Any]):
+    """A kind of mapping of a model's own."""
+
+
+@pytest.mark.parametrize("copies", ["own", "settle"])
+def test_a_group_that_is_a_mapping_of_the_models_own(copies: str) -> None:
+    runner, group, reused = _runner(), _Mapping(), torch.ones(1)
+    runner.model_intermediate_buffer["a"] = {"meta": group}
+    writes = StateWrites(runner, CpuBufferHelper(CPU))
+    writes.store(["a"], [{"meta": {"x": reused, "gone": reused}}])
+    del group["gone"]
+    getattr(writes, copies)()
+    reused.zero_()
+    writes.finish()
+    assert runner.model_intermediate_buffer["a"]["meta"] is group
+    assert {key: value.tolist() for key, value in group.items()} == {"x": [1]}
 
 
 def test_host_tensors_beside_device_tensors() -> None:
