@@ -43,11 +43,13 @@ class _Stored:
     tensor: torch.Tensor
     resident: bool
 
-    def replace(self, tensor: torch.Tensor) -> None:
-        """Put another in its place, unless something else was written there since."""
-        if _at(self.dest, self.key) is self.tensor:
+    def replace(self, tensor: torch.Tensor) -> bool:
+        """Put another in its place, unless something else was written there since; whether it was still there."""
+        stayed = _at(self.dest, self.key) is self.tensor
+        if stayed:
             self.dest[self.key] = tensor
         self.tensor = tensor
+        return stayed
 
 
 class StateWrites:
@@ -56,8 +58,8 @@ class StateWrites:
     Every value is in its place when a method returns, so later hooks of the step see it. A tensor is there as it was
     handed in, then as an owned copy: :meth:`own` copies what a hook can still reach, before the next one runs, and
     :meth:`settle` copies the rest, tensors alike together. :meth:`finish` puts host copies in the place of those that
-    leave the device. A copy goes wherever its original still is: in its place, or in a buffer that has replaced the
-    request's since.
+    leave the device. A copy goes wherever its original still is: in its place, in another one of the same buffer, or in
+    a buffer that has replaced the request's since.
     """
 
     def __init__(self, runner: Any, helper: BufferHelper) -> None:
@@ -71,7 +73,7 @@ class StateWrites:
         self._leaving: list[tuple[torch.Tensor, list[_Stored]]] = []
         """Blocks that :meth:`finish` brings to the host, each with the places of its rows."""
         self._written: dict[str, dict[str, Any]] = {}
-        """The live buffer of each request when a tensor was last written to it."""
+        """The live buffer of each request when a tensor was first written to it."""
 
     def store(self, request_ids: Sequence[str], updates: Sequence[Any]) -> None:
         """Merge each update dictionary into its own request's live buffer (R8).
@@ -107,7 +109,7 @@ class StateWrites:
                 else:
                     info[key] = value
             if len(self._new) > known:
-                self._written[request_id] = info
+                self._written.setdefault(request_id, info)
             state.additional_information_cpu = info
 
     def store_codes(
@@ -136,7 +138,8 @@ class StateWrites:
             stays = resident or name in self._resident
             self._put_column(infos, name, column if self._packs(column) else self._kept(column, stays), stays)
         if not self._helper.is_host:
-            self._written.update(zip(request_ids, infos, strict=True))
+            for request_id, info in zip(request_ids, infos, strict=True):
+                self._written.setdefault(request_id, info)
 
     def _put_column(
         self, infos: Sequence[dict[str, Any]], name: tuple[Any, Any], column: torch.Tensor, resident: bool
@@ -176,12 +179,13 @@ class StateWrites:
         waiting, self._waiting, self._new = [*self._waiting, *self._new], [], []
         # They live until the end, so that none of the copies can have the identity of one.
         originals = [stored.tensor for stored in waiting]
+        stayed = True
         for kind in _kinds(waiting):
             block = self._helper.join([stored.tensor for stored in kind])
-            _move(kind, block)
+            stayed &= _move(kind, block)
             if not (kind[0].resident or self._helper.is_host):
                 self._leaving.append((block, kind))
-        self._follow(originals, waiting)
+        self._follow(originals, waiting, stayed)
 
     def finish(self) -> None:
         """Settle, then bring what leaves the device to the host."""
@@ -190,18 +194,24 @@ class StateWrites:
         if leaving:
             moved = [stored for _, kind in leaving for stored in kind]
             originals = [stored.tensor for stored in moved]
+            stayed = True
             for (_, kind), block in zip(leaving, self._helper.fetch([block for block, _ in leaving]), strict=True):
-                _move(kind, block)
-            self._follow(originals, moved)
+                stayed &= _move(kind, block)
+            self._follow(originals, moved, stayed)
         self._written.clear()
 
-    def _follow(self, originals: Sequence[torch.Tensor], moved: Sequence[_Stored]) -> None:
-        """Put copies also into buffers that replaced those which their originals were written to."""
+    def _follow(self, originals: Sequence[torch.Tensor], moved: Sequence[_Stored], stayed: bool) -> None:
+        """Put copies also where hooks have put originals since: into buffers that replaced those which they were
+        written to, and, unless all of them ``stayed`` in their places, elsewhere in the same."""
         live = self._runner.model_intermediate_buffer
-        replaced = [known for request_id, info in self._written.items() if (known := live.get(request_id)) is not info]
-        if replaced:
+        searched = [
+            known
+            for request_id, info in self._written.items()
+            if (known := live.get(request_id)) is not info or not stayed
+        ]
+        if searched:
             copies = {id(tensor): stored.tensor for tensor, stored in zip(originals, moved, strict=True)}
-            for info in replaced:
+            for info in searched:
                 if isinstance(info, dict):
                     _swap_all(info, copies)
 
@@ -247,10 +257,12 @@ def _kinds(handed: Sequence[_Stored]) -> Iterator[list[_Stored]]:
     yield from kinds.values()
 
 
-def _move(kind: Sequence[_Stored], block: torch.Tensor) -> None:
-    """Put the rows of a block in the places of what they are copies of."""
+def _move(kind: Sequence[_Stored], block: torch.Tensor) -> bool:
+    """Put the rows of a block in the places of what they are copies of; whether all of these were still there."""
+    stayed = True
     for stored, part in zip(kind, block.unbind(), strict=True):
-        stored.replace(part)
+        stayed &= stored.replace(part)
+    return stayed
 
 
 def _at(dest: Any, key: Any) -> Any:

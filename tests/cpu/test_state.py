@@ -269,6 +269,35 @@ def test_what_leaves_the_device_arrives_in_a_buffer_that_replaced_its_own() -> N
     ]
 
 
+@pytest.mark.parametrize("codes", [True, False])
+def test_what_is_written_after_a_buffer_was_replaced_leaves_the_rest_its_way(codes: bool) -> None:
+    runner = _runner()
+    writes = StateWrites(runner, _Elsewhere())
+    writes.store(["a"], [{"x": _on_device(3), "many": [_on_device(1)]}])
+    runner.model_intermediate_buffer["a"] = replaced = dict(runner.model_intermediate_buffer["a"])
+    if codes:
+        writes.store_codes(["a"], ("codes", "other"), _on_device(1, 2), {})
+    else:
+        writes.store(["a"], [{"codes": {"other": _on_device(1, 2)}}])
+    writes.finish()
+    assert [tensor.device for tensor in _tensors(replaced)] == [CPU] * 3
+
+
+def test_a_value_on_its_way_that_a_hook_puts_elsewhere_in_its_buffer_arrives_there() -> None:
+    runner = _runner()
+    writes = StateWrites(runner, _Elsewhere())
+    writes.store(["a"], [{"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}}])
+    info = runner.model_intermediate_buffer["a"]
+    info["moved"], info["z"] = info.pop("x"), info["meta"].pop("y")
+    info["many"].insert(0, "first")
+    writes.finish()
+    assert [(tensor.device, tuple(tensor.shape)) for tensor in (info["moved"], info["z"], info["many"][1])] == [
+        (CPU, (3,)),
+        (CPU, (2,)),
+        (CPU, (1,)),
+    ]
+
+
 def test_a_hook_that_writes_over_a_value_on_its_way_keeps_what_it_wrote() -> None:
     runner = _runner()
     writes = StateWrites(runner, _Elsewhere())
