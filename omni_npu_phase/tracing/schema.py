@@ -89,7 +89,14 @@ class Row:
 
 
 _ROW_FIELDS = tuple(each.name for each in fields(Row))
-_INTEGERS = (1, 2, 3, 4)
+_INTEGER = (int,)
+_PLACE = (int, type(None))
+_KINDS: tuple[tuple[type, ...], ...] = (
+    *((str,), _INTEGER, _INTEGER, _INTEGER, _INTEGER, (str,), (bool,), (bool,)),
+    *((str, type(None)), _PLACE, _PLACE, _PLACE, _PLACE, (list, type(None))),
+)
+"""Types of a row's values, by column."""
+_LONGEST_INTEGER = 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +211,11 @@ def read(path: Path) -> Trace:
         raise TraceError(f"{path} names no schema")
     if schema > SCHEMA:
         raise TraceError(f"{path} has schema {schema}, this version reads up to {SCHEMA}: update omni-npu-phase")
-    names = [each.name for each in fields(Header)]
-    missing = [name for name in names if name not in raw]
-    if missing or raw.get("columns") != list(COLUMNS):
-        raise TraceError(f"{path} has a damaged header: {', '.join(missing) or 'other columns'}")
-    return Trace(path, Header(**{name: raw[name] for name in names}))
+    kinds = {each.name: each.type for each in fields(Header)}
+    damaged = [name for name, kind in kinds.items() if type(raw.get(name)).__name__ != kind]
+    if damaged or raw.get("columns") != list(COLUMNS) or not _is_text(line, raw):
+        raise TraceError(f"{path} has a damaged header: {', '.join(damaged) or 'other columns, or no UTF-8'}")
+    return Trace(path, Header(**{name: raw[name] for name in kinds}))
 
 
 def find(path: Path) -> list[Trace]:
@@ -224,14 +231,16 @@ def find(path: Path) -> list[Trace]:
 def _step(path: Path, number: int, line: bytes) -> Step:
     try:
         raw = json.loads(line)
+        if not _is_text(line, raw):
+            raise ValueError("no UTF-8")
         return Step(
-            number=_integer(raw["step"]),
-            time=_integer(raw["time"]),
-            took=_integer(raw["took"]),
-            buffer=_integer(raw["buffer"]),
+            number=_value("step", raw["step"], _INTEGER),
+            time=_value("time", raw["time"], _INTEGER),
+            took=_value("took", raw["took"], _INTEGER),
+            buffer=_value("buffer", raw["buffer"], _INTEGER),
             rows=[_row(values) for values in raw["rows"]],
-            strays=[Stray(*stray) for stray in raw.get("strays", ())],
-            error=raw.get("error"),
+            strays=[_stray(values) for values in raw.get("strays", ())],
+            error=_value("error", raw.get("error"), (str, type(None))),
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TraceError(f"{path}, line {number}: no step of a trace ({type(error).__name__}: {error})") from error
@@ -240,19 +249,42 @@ def _step(path: Path, number: int, line: bytes) -> Step:
 def _row(values: Any) -> Row:
     if not isinstance(values, list) or len(values) != len(COLUMNS):
         raise ValueError(f"a row has {len(COLUMNS)} values")
-    row = Row(*values)
-    for index in _INTEGERS:
-        _integer(values[index])
-    told = row.told
-    if told is not None and (not isinstance(told, list) or len(told) != len(contract.FIELDS)):
-        raise ValueError(f"told has {len(contract.FIELDS)} values")
+    row = Row(*map(_value, COLUMNS, values, _KINDS))
+    if row.hook not in (None, BATCHED, SCALAR):
+        raise ValueError(f"hook is {row.hook!r}")
+    if row.told is not None:
+        if len(row.told) != len(contract.FIELDS):
+            raise ValueError(f"told has {len(contract.FIELDS)} values")
+        for told in row.told:
+            _value("told", told, (int, bool, str, type(None)))
     return row
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r} is no integer")
+def _stray(values: Any) -> Stray:
+    what, place, request = values
+    return Stray(
+        _value("stray", what, (str,)),
+        _value("stray", place, _INTEGER),
+        _value("stray", request, (str, type(None))),
+    )
+
+
+def _value(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    # Beyond 64 bits there are no lengths and no times.
+    if type(value) not in kinds or (type(value) is int and value.bit_length() > _LONGEST_INTEGER):
+        raise ValueError(f"{name} is {value!r:.40}")
     return value
+
+
+def _is_text(line: bytes, raw: Any) -> bool:
+    """Whether all of a line can be shown: JSON can name halves of a character, which no file can hold."""
+    if b"\\ud" not in line.lower():
+        return True
+    try:
+        json.dumps(raw, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def selected(
