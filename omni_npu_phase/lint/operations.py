@@ -60,10 +60,16 @@ SAME_ROWS = frozenset(
 """Methods of a tensor that keep its rows."""
 
 
+_LONG = (str, bytes, list, tuple)
+
+
 def binary(op: ast.operator, left: Value, right: Value) -> Value:
     result = derived([left, right])
     one, other = concrete(left), concrete(right)
-    if one is not UNKNOWN and other is not UNKNOWN and type(op) in _ARITHMETIC:
+    # Texts and lists are put together only: repeated or formatted they can be of any length.
+    grows = isinstance(one, _LONG) or isinstance(other, _LONG)
+    known = one is not UNKNOWN and other is not UNKNOWN
+    if known and type(op) in _ARITHMETIC and (isinstance(op, ast.Add) or not grows):
         try:
             result.const = _ARITHMETIC[type(op)](one, other)
         except TypeError as error:

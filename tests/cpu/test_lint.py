@@ -508,6 +508,7 @@ class M:
             case None: pass
             case int(n) if n > 1: pass
         a.b[0][1:2, ...] = c = d, *e = input_ids[1:], input_ids[..., None], 3
+        "a" * 10_000_000_000_000; "%10000000000000d" % 1; b"" % 1; [1] * 10_000_000_000_000
         self.loop(input_ids); self.mutual(input_ids)
         nonlocal_ = print(input_ids) or await_
         if len(input_ids) > 1: return self.a(info)
