@@ -93,10 +93,7 @@ def bench(
             say(f"{number} of {len(cases)}: {case.hook} hook, {case.mix}, {case.updates} updates, {case.rows} rows")
             results.append(measure(released.autoregressive, mixed.autoregressive, case))
     if plot is not None:
-        try:
-            picture.draw(results, plot)
-        except OSError as error:
-            console.stop(f"--plot {plot}: {error.strerror}")
+        console.write_whole(plot, lambda part: picture.draw(results, part))
     runtime = suite.describe_runtime(mixed, "cpu")
     if as_json:
         own = {"runtime": runtime, "fits": _fits(results), "results": [result.as_dict() for result in results]}

@@ -74,6 +74,25 @@ def write_text(text: str, output: Path | None) -> None:
         stop(f"{'standard output' if output is None else f'--output {output}'}: {error.strerror}")
 
 
+def write_whole(path: Path, write_to: Callable[[Path], object]) -> None:
+    """Write a file that is there as a whole or, where it cannot be written, not at all."""
+    if path.is_dir():
+        stop(f"{path}: this is a folder; name a file in it")
+    # A device or a pipe is written to; to put a file in its place would take it away from everybody.
+    special = path.exists() and not path.is_file()
+    target = path if special else path.resolve()
+    part = path if special else target.with_name(f".part-{target.name}")
+    try:
+        write_to(part)
+        if not special:
+            part.replace(target)
+    except OSError as error:
+        if not special:
+            with contextlib.suppress(OSError):
+                part.unlink()
+        stop(f"{path}: {error.strerror}")
+
+
 def stop(message: str) -> NoReturn:
     """Say in one line why it cannot go on, and exit 2."""
     Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)

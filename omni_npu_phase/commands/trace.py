@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +57,8 @@ def show(
 ) -> None:
     """Show rows over the steps: request, P, C, S, phase, hook, MTP position, and what the hook was told."""
     steps = _steps(step)
+    if plot is not None and plot.suffix.lower() != ".png":
+        console.stop(f"--plot {plot}: a name that ends in .png")
     tails = tail or phase is PhaseOption.tail
     wanted = None if phase in (None, PhaseOption.tail) else phase.value
 
@@ -147,7 +149,7 @@ def export(
 
     with _reading(source) as traces:
         text = json.dumps({"traceEvents": list(events(traces)), "displayTimeUnit": "ms"}, ensure_ascii=False)
-    _write_whole(output, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+    console.write_whole(output, lambda part: part.write_text(text + "\n", encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -161,26 +163,17 @@ def _reading(source: Path) -> Iterator[list[Trace]]:
             console.stop(str(error))
 
 
-def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file that is there as a whole or, where it cannot be written, not at all."""
-    part = path.with_name(f".part-{path.name}")
-    try:
-        write(part)
-        part.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        console.stop(f"{path}: {error.strerror}")
-
-
 def _steps(text: str | None) -> range | None:
     if text is None:
         return None
     first, dash, last = text.partition("-")
     try:
-        return range(int(first), int(last if dash else first) + 1)
+        steps = range(int(first), int(last if dash else first) + 1)
     except ValueError:
         console.stop(f"--step takes a number or A-B, not {text!r}")
+    if not steps:
+        console.stop(f"--step {text}: there is no step from {steps.start} to {steps.stop - 1}")
+    return steps
 
 
 _COLUMNS = ("step", "request", "P", "C", "S", "phase", "marks", "hook", "MTP", "told")
@@ -220,7 +213,8 @@ def _check_parts(shown: Sequence[str], result: Any) -> list[Table | str]:
     if silent:
         parts.append(f"No row shows {', '.join(silent)}.")
     files = f"{len(result.files)} file{'s' * (len(result.files) != 1)}, {result.steps} steps"
-    breaches = f"{len(result.findings)} breaches" if result.findings else "no breach"
+    count = len(result.findings)
+    breaches = f"{count} breach{'es' * (count != 1)}" if count else "no breach"
     parts.append(f"{files}: {breaches}")
     parts += [console.escape(str(finding)) for finding in result.findings[:SHOWN_FINDINGS]]
     if len(result.findings) > SHOWN_FINDINGS:
@@ -244,4 +238,4 @@ def _plot(found: Sequence[tuple[Trace, Step, Row]], path: Path) -> None:
         console.stop("no row to draw")
     drawn = dict(list(requests.items())[:SHOWN_PANELS])
     rest = "" if len(drawn) == len(requests) else f", {len(drawn)} of {len(requests)} requests"
-    _write_whole(path, lambda part: picture.draw(drawn, part, f"rows over the steps{rest}"))
+    console.write_whole(path, lambda part: picture.draw(drawn, part, f"rows over the steps{rest}"))

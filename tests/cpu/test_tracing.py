@@ -775,13 +775,43 @@ def test_what_is_no_trace_is_refused_in_one_line(command: str, content: bytes, s
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(
-    "row_values", [[1, 2], _decode(P="3"), _decode(P=True), _decode(told=[1]), _decode(told=7), "row", _decode(S=None)]
-)
+_ODD: tuple[Any, ...] = (3, -1, "x", "\ud800", [], [1], {}, True, 1.5, 10**30)
+"""Values of which no column takes more than some."""
+
+
+@pytest.mark.parametrize("row_values", [[1, 2], "row", _decode(S=None), _decode(told=[1]), _decode(told=[1, 2, [3]])])
 def test_a_damaged_row_is_named_by_its_line(row_values: Any, tmp_path: Path) -> None:
     path = _write(tmp_path / "trace.jsonl", _line(0, _decode()), _line(1, row_values))
     with pytest.raises(TraceError, match=r"trace\.jsonl, line 3: no step of a trace"):
         list(schema.read(path).steps())
+
+
+@pytest.mark.parametrize("column", schema.COLUMNS)
+def test_a_value_of_any_kind_is_shown_or_refused(column: str, tmp_path: Path) -> None:
+    for value in _ODD:
+        rows = _decode(**{column: value}), _decode("b", at=1, entry=1, mtp=1, mtp_at=1)
+        _read_by_all(_write(tmp_path / "trace.jsonl", _line(0, *rows)))
+
+
+@pytest.mark.parametrize("name", ["step", "time", "took", "buffer", "rows", "strays", "error"])
+def test_a_step_of_any_kind_is_shown_or_refused(name: str, tmp_path: Path) -> None:
+    for value in (*_ODD, [["mtp", 0]], [["mtp", "0", "a"]], [["mtp", 0, {}]]):
+        _read_by_all(_write(tmp_path / "trace.jsonl", {**_line(0, _decode()), name: value}))
+
+
+@pytest.mark.parametrize("name", HEADER.as_json())
+def test_a_header_of_any_kind_is_shown_or_refused(name: str, tmp_path: Path) -> None:
+    for value in (None, *_ODD):
+        _read_by_all(_write(tmp_path / "trace.jsonl", _line(0, _decode()), header={**HEADER.as_json(), name: value}))
+
+
+def _read_by_all(path: Path) -> None:
+    """No command ends in a traceback, whatever the file holds."""
+    for command in (["show", path], ["check", path], ["compare", path, path], ["export", path, "--output"]):
+        result = _cli(*command, *([path.with_name("out.json")] if command[0] == "export" else []))
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        if result.exit_code == 2:
+            assert "no step of a trace" in " ".join(result.stderr.split()) or "trace.jsonl" in result.stderr
 
 
 def test_a_last_line_that_was_cut_off(tmp_path: Path) -> None:
@@ -865,6 +895,9 @@ def test_the_picture(mixed_trace: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for wrong, said in (("/no/such/folder/rows.png", "No such file"), ("/dev/full/rows.png", "Not a directory")):
         result = _cli("show", mixed_trace, "--plot", wrong)
         assert (result.exit_code, said in result.stderr) == (2, True)
+    for wrong in ("rows.svg", "."):
+        result = _cli("show", mixed_trace, "--plot", wrong)
+        assert (result.exit_code, "a name that ends in .png" in result.stderr) == (2, True)
     result = _cli("show", mixed_trace, "--request", "nobody", "--plot", path)
     assert (result.exit_code, "no row to draw" in result.stderr) == (2, True)
 
@@ -960,6 +993,27 @@ def test_perfetto(mixed_trace: Path, tmp_path: Path) -> None:
     assert [(names[each["tid"]], each["args"]["P"], each["args"]["C"]) for each in tails] == [("c", 5, 4)]
     full = _cli("export", mixed_trace, "--output", "/dev/full/out.json")
     assert (full.exit_code, "Not a directory" in full.stderr) == (2, True)
+    for folder in (".", tmp_path):
+        result = _cli("export", mixed_trace, "--output", folder)
+        assert (result.exit_code, "this is a folder" in result.stderr) == (2, True)
+
+
+def test_what_is_no_file_is_written_to_and_stays(mixed_trace: Path, tmp_path: Path) -> None:
+    """A pipe, or a device as /dev/stdout, is not replaced by a file; a link still leads where it led."""
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe.json"
+    link.symlink_to(tmp_path / "there.json")
+    assert _cli("export", mixed_trace, "--output", link).exit_code == 0
+    assert link.is_symlink()
+    written = (tmp_path / "there.json").read_bytes()
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        result = _cli("export", mixed_trace, "--output", pipe)
+        if not pipe.is_fifo():
+            reader.kill()
+        read, _ = reader.communicate(timeout=60)
+    assert result.exit_code == 0
+    assert pipe.is_fifo()
+    assert read == written
 
 
 # Where a process is asked to write traces.
