@@ -807,8 +807,15 @@ def test_a_header_of_any_kind_is_shown_or_refused(name: str, tmp_path: Path) -> 
 
 def _read_by_all(path: Path) -> None:
     """No command ends in a traceback, whatever the file holds."""
-    for command in (["show", path], ["check", path], ["compare", path, path], ["export", path, "--output"]):
-        result = _cli(*command, *([path.with_name("out.json")] if command[0] == "export" else []))
+    out = path.with_name("out.json")
+    commands: tuple[tuple[str | Path, ...], ...] = (
+        ("show", path),
+        ("check", path),
+        ("compare", path, path),
+        ("export", path, "--output", out),
+    )
+    for command in commands:
+        result = _cli(*command)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         if result.exit_code == 2:
             assert "no step of a trace" in " ".join(result.stderr.split()) or "trace.jsonl" in result.stderr
