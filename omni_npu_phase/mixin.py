@@ -223,34 +223,37 @@ def _plan(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
     """The step's plan from the current input batch and request states (M3, M4, M7, E1, E4)."""
     request_ids = list(runner.input_batch.req_ids)
     requests, scheduled = runner.requests, scheduler_output.num_scheduled_tokens
-    _refuse_unknown(request_ids, requests, "a request state")
-    _refuse_unknown(request_ids, scheduled, "a scheduled span")
+    states = _of_each(request_ids, requests, "a request state")
+    spans = _of_each(request_ids, scheduled, "a scheduled span")
     count = len(request_ids)
     return plan_step(
         request_ids,
-        [_prompt_len(requests[request_id], request_id, row) for row, request_id in enumerate(request_ids)],
+        _prompt_lens(request_ids, states),
         runner.input_batch.num_computed_tokens_cpu[:count],
-        [scheduled[request_id] for request_id in request_ids],
+        spans,
         runner.query_start_loc.np[:count],
         buffer_rows=buffer_rows,
     )
 
 
-def _refuse_unknown(request_ids: Sequence[str], known: Mapping[str, Any], what: str) -> None:
-    for row, request_id in enumerate(request_ids):
-        if request_id not in known:
-            raise ContractError("E4", requests=[request_id], rows=[row], expected=what, actual="none")
+def _of_each(request_ids: Sequence[str], known: Mapping[str, Any], what: str) -> list[Any]:
+    try:
+        return [known[request_id] for request_id in request_ids]
+    except KeyError:
+        row = next(row for row, request_id in enumerate(request_ids) if request_id not in known)
+        raise ContractError("E4", requests=[request_ids[row]], rows=[row], expected=what, actual="none") from None
 
 
-def _prompt_len(state: Any, request_id: str, row: int) -> int:
-    token_ids = getattr(state, "prompt_token_ids", None)
-    if token_ids is not None:
-        return len(token_ids)
-    rows = getattr(state, "num_prompt_tokens", None)
-    if rows is None:
-        expected = "prompt_token_ids, or a number of prompt embedding rows"
-        raise ContractError("E4", requests=[request_id], rows=[row], expected=expected, actual="neither")
-    return int(rows)
+def _prompt_lens(request_ids: Sequence[str], states: Sequence[Any]) -> list[int]:
+    lengths = []
+    for row, state in enumerate(states):
+        token_ids = getattr(state, "prompt_token_ids", None)
+        rows = getattr(state, "num_prompt_tokens", None) if token_ids is None else len(token_ids)
+        if rows is None:
+            expected = "prompt_token_ids, or a number of prompt embedding rows"
+            raise ContractError("E4", requests=[request_ids[row]], rows=[row], expected=expected, actual="neither")
+        lengths.append(int(rows))
+    return lengths
 
 
 def _expect(outputs: Any, runtime: Runtime) -> Any:
@@ -322,7 +325,7 @@ class _RunnerPort:
         self._writes = writes
         self._requests = runner.requests
         self._write_keywords = phase.runtime.write_keywords
-        self._attach_infos = phase.runtime.attach_infos
+        self._attach_infos = phase.runtime.attach_infos(runner)
         self._helper = phase.helper(embeds.device)
         self.ids = ids
         self.embeds = embeds
@@ -345,7 +348,7 @@ class _RunnerPort:
         plan, request_id = self._plan, self._plan.request_ids[row]
         state = self._requests[request_id]
         self._write_keywords(info, request_id, plan.prompt_lens[row], plan.num_computed[row], state)
-        return self._attach_infos(self._runner, request_id, info)
+        return self._attach_infos(state, info, request_id)
 
     def call_scalar(self, row: int, info: dict[str, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
         return self.model.preprocess(input_ids=ids, input_embeds=embeds, **self._keywords(row, info))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_npu_phase import contract
-from omni_npu_phase.contract import ContractError
+from omni_npu_phase.contract import IS_PREFILL, NUM_COMPUTED, PROMPT_LEN, ContractError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,11 @@ class StepPlan:
 
     def write_fields(self, rows: Sequence[int], infos: Sequence[dict[str, Any]]) -> None:
         """Write the runner-owned fields of rows (M1 to M5) into the dictionaries that belong to them."""
+        prompt_lens, num_computed, prefill = self.prompt_lens, self.num_computed, self.prefill
         for row, info in zip(rows, infos, strict=True):
-            info[contract.PROMPT_LEN] = self.prompt_lens[row]
-            info[contract.NUM_COMPUTED] = self.num_computed[row]
-            info[contract.IS_PREFILL] = self.prefill[row]
+            info[PROMPT_LEN] = prompt_lens[row]
+            info[NUM_COMPUTED] = num_computed[row]
+            info[IS_PREFILL] = prefill[row]
 
     def runs(self, *, batched: bool, gathered: bool = False) -> Iterator[Run]:
         """The step's rows in row order; ``batched``: whether the model has a batched decode hook (R2, R4).

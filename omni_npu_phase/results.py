@@ -58,11 +58,13 @@ class Call:
     embeds: Any
     model: object
     deviations: Deviations
+    width: int = field(init=False)
     _kind: Any = field(init=False)
     _dtype: Any = field(init=False)
     _device: Any = field(init=False)
 
     def __post_init__(self) -> None:
+        self.width = self.embeds.shape[-1]
         self._kind, self._dtype, self._device = type(self.embeds), self.embeds.dtype, self.embeds.device
 
     @property
@@ -124,7 +126,7 @@ def scalar_result(call: Call, raw: Any, *, span: int, given_ids: Any, mtp_width:
     """
     ids, embeds, updates = _values(call, "E5", raw, _SCALAR_VALUES)
     rows = span
-    if not call.fits(embeds, (span, call.embeds.shape[1])):
+    if not call.fits(embeds, (span, call.width)):
         _check_embeds(call, "E5", embeds)
         rows = min(span, embeds.shape[0])
         if embeds.shape[0] != span:
@@ -152,7 +154,7 @@ def batch_result(call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None)
     values = _values(call, "E5b", raw, _BATCH_VALUES if mtp_width is None else _BATCH_VALUES_WITH_MTP)
     ids, embeds, updates = values[0], values[1], values[-1]
     count = len(call.rows)
-    if not call.fits(embeds, (count, call.embeds.shape[1])):
+    if not call.fits(embeds, (count, call.width)):
         _check_embeds(call, "E5b", embeds)
         if embeds.shape[0] != count:
             raise call.error("E5b", f"{count} embedding rows", str(embeds.shape[0]))
@@ -190,7 +192,7 @@ def mtp_result(call: Call, raw: Any) -> tuple[Any, Any]:
     and codes, or None for no codes (T11)."""
     embeds, codes = _values(call, "T4", raw, _MTP_VALUES)
     count = len(call.rows)
-    if not call.fits(embeds, (count, call.embeds.shape[1])):
+    if not call.fits(embeds, (count, call.width)):
         _check_embeds(call, "T4", embeds)
         if embeds.shape[0] < count:
             raise call.error("T4", f"at least {count} embedding rows", str(embeds.shape[0]))
@@ -223,11 +225,10 @@ def _values(call: Call, clause: str, raw: Any, names: tuple[str, ...]) -> tuple[
 
 
 def _check_embeds(call: Call, clause: str, embeds: Any) -> None:
-    width = call.embeds.shape[-1]
     if not _is_tensor(embeds):
         raise call.error(clause, "inputs_embeds as a tensor", _kind(embeds))
-    if embeds.ndim != 2 or embeds.shape[1] != width:
-        raise call.error(clause, f"inputs_embeds of shape (rows, {width})", _kind(embeds))
+    if embeds.ndim != 2 or embeds.shape[1] != call.width:
+        raise call.error(clause, f"inputs_embeds of shape (rows, {call.width})", _kind(embeds))
     if not embeds.dtype.is_floating_point:
         raise call.error(clause, "inputs_embeds of a floating dtype", _kind(embeds))
     _check_device(call, clause, "inputs_embeds", embeds)
@@ -268,10 +269,10 @@ def _scalar_ids(call: Call, ids: Any, rows: int) -> Any:
 
 
 def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any, Any] | None:
-    if updates.get(MTP_INPUTS) is None:
+    pair, shape = updates.get(MTP_INPUTS), (1, width)
+    if pair is None:
         call.deviation("E7", "missing", f"{MTP_INPUTS!r} in the updates of an eligible row", "none")
         return None
-    pair, shape = updates[MTP_INPUTS], (1, width)
     # One tensor that stacks the two unpacks like a pair of them.
     parts = tuple(pair) if isinstance(pair, (tuple, list)) or (_is_tensor(pair) and pair.ndim) else ()
     if len(parts) == 2 and call.fits(parts[0], shape) and call.fits(parts[1], shape):

@@ -36,7 +36,7 @@ class Gathered:
         for index in range(self._owned, len(self._rows)):
             row = self._rows[index]
             for part in range(len(row)):
-                if reachable(row[part], held=1) or row[part].device != self._helper.device:
+                if reachable(row[part], held=1) or row[part].is_cpu != self._helper.is_host:
                     self._rows[index] = tuple(map(self._helper.own, row))
                     break
         self._owned = len(self._rows)

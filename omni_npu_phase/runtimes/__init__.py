@@ -63,8 +63,9 @@ class Runtime:
     """What hooks are told beside the three fields."""
     write_keywords: Callable[[dict[str, Any], str, int, int, Any], None]
     """Write ``keywords`` into a live buffer: (info, request id, P, C, request state)."""
-    attach_infos: Callable[[Any, str, dict[str, Any]], dict[str, Any]]
-    """What a hook gets: the live buffer, or the release's copy with more in it. (runner, request id, info)"""
+    attach_infos: Callable[[Any], Callable[[Any, dict[str, Any], str], dict[str, Any]]]
+    """Of a runner, what gives a hook its infos: the live buffer, or the release's copy with more in it. (request state,
+    live buffer, request id)"""
     mtp_graph: Callable[[Any, int], tuple[Any, Any, int]]
     """Graph mode, batch descriptor and padded size of an MTP batch. (runner, rows)"""
     is_graph: Callable[[Any], bool]

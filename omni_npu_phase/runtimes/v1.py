@@ -125,7 +125,7 @@ def v1_runtime(
         seed_key=seed_key,
         keywords=tuple(keywords),
         write_keywords=write_keywords,
-        attach_infos=_attach_infos,
+        attach_infos=operator.attrgetter("_maybe_attach_mimo_audio_req_infos"),
         mtp_graph=_mtp_graph,
         is_graph=is_graph,
         eager=lambda: _found(_EAGER),
@@ -144,13 +144,6 @@ def _found(where: str) -> Any:
 def _place(where: str) -> tuple[ModuleType, Callable[[Any], Any]]:
     module, _, name = where.partition(":")
     return importlib.import_module(module), operator.attrgetter(name)
-
-
-def _attach_infos(runner: Any, request_id: str, info: dict[str, Any]) -> dict[str, Any]:
-    attached: dict[str, Any] = runner._maybe_attach_mimo_audio_req_infos(
-        runner.requests.get(request_id), info, request_id
-    )
-    return attached
 
 
 def _mtp_graph(runner: Any, rows: int) -> tuple[Any, Any, int]:

@@ -148,8 +148,13 @@ def _planned_on(**lengths: Callable[[Any, Any, Any], Any]) -> Change:
     return Change(mixin, "plan_step", instead)
 
 
-def _first_prompt_len(original: Any, state: Any, *rest: Any) -> int:
-    return state.__dict__.setdefault("_first_prompt_len", original(state, *rest))
+def _first_prompt_lens(original: Any, ids: Any, states: Sequence[Any]) -> list[int]:
+    now = zip(states, original(ids, states), strict=True)
+    return [state.__dict__.setdefault("_first_prompt_len", length) for state, length in now]
+
+
+def _without_embeds(original: Any, ids: Any, states: Sequence[Any]) -> list[int]:
+    return [len(state.prompt_token_ids or ()) for state in states]
 
 
 def _clamped(original: Any, ids: Any, prompt: Any, computed: Any, spans: Any, offsets: Any, **keywords: Any) -> Any:
@@ -598,7 +603,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("prompt-length-of-the-chunk", ("M3",), "the prompt length is the chunk's",
            (_planned_on(prompt=lambda prompt, computed, spans: spans),)),
     Mutant("prompt-length-of-first-sight", ("M3", "M8"), "a prompt that grew keeps its first length",
-           (Change(mixin, "_prompt_len", _first_prompt_len),)),
+           (Change(mixin, "_prompt_lens", _first_prompt_lens),)),
     Mutant("progress-after-the-span", ("M4",), "the progress counts the step's own span",
            (_planned_on(computed=lambda prompt, computed, spans: computed + spans),)),
     Mutant("progress-of-the-request-state", ("M4",), "the progress is the request state's, which lags behind",
@@ -749,7 +754,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(results, "mtp_result", _blank_codes),)),
     # E: the edges.
     Mutant("no-ids-no-prompt", ("E1",), "a request without prompt_token_ids has prompt length 0",
-           (Change(mixin, "_prompt_len", lambda original, state, *rest: len(state.prompt_token_ids or ())),)),
+           (Change(mixin, "_prompt_lens", _without_embeds),)),
     Mutant("prompt-embeds-not-laid", ("E1",), "hooks are not given the request's prompt embeddings",
            (Change(mixin, "_overlay_prompt_embeds", lambda original, *args: None),)),
     Mutant("crossing-is-decode", ("E2",), "a span across the prompt boundary is decode",
