@@ -12,7 +12,7 @@ import torch
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.ownership import reachable
 
-_LARGE = 1 << 14
+_LARGE = 1 << 12
 """Elements from which on a tensor is stored alone: a part keeps the whole block that it lies in alive."""
 
 

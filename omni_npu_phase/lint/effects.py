@@ -7,6 +7,7 @@ import ast
 import functools
 from collections.abc import Sequence
 
+from omni_npu_phase import contract
 from omni_npu_phase.lint.operations import NUMBERS
 
 _LOGGERS = frozenset({"logger", "logging", "log", "warnings", "print"})
@@ -31,12 +32,17 @@ def _touching(node: ast.AST) -> bool:
         if root == "self" or (isinstance(node.func, ast.Name) and root not in NUMBERS and root not in _PLAIN):
             return True
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop", "setdefault", "update"):
-            return True
+            return not (node.args and _is_field(node.args[0]))
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-        return True
+        return not _is_field(node.slice)
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
         return True
     return any(_touching(child) for child in ast.iter_child_nodes(node))
+
+
+def _is_field(node: ast.AST) -> bool:
+    # Every row has these: to read one is to ask what the row is.
+    return isinstance(node, ast.Constant) and node.value in contract.FIELDS
 
 
 def is_logger(function: ast.AST) -> bool:

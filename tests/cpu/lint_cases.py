@@ -784,6 +784,20 @@ CASES = [
     _case("all keywords and more", "returned-keywords note", "return input_ids, input_embeds, {**info, 'x': 1}"),
     _case("a constant default", "field-default note", _TEST.format(test="info.get('_omni_is_prefill', False)")),
     # -- nothing
+    _case(
+        "positions of one row made faster",
+        "",
+        """
+        if input_ids.shape[0] == 1:
+            positions = torch.tensor([info["_omni_num_computed_tokens"]])
+        else:
+            start = info.get("_omni_num_computed_tokens")
+            positions = torch.arange(start, start + input_ids.shape[0])
+        if info["_omni_is_prefill"]:
+            return self.prefill(input_ids, positions)
+        return self.decode(input_ids, positions)
+        """,
+    ),
     *_tests(
         "",
         the_field="info['_omni_is_prefill']",
