@@ -170,7 +170,8 @@ def test_verdicts_are_those_of_the_reader(released: tuple[list[dict[str, Any]], 
 def test_findings_are_the_evidence(released: tuple[list[dict[str, Any]], Path, Report]) -> None:
     """Line by line: what was read is found, nothing else is, and what lint does not see is said."""
     judged, root, report = released
-    found = {(each.path, each.line, each.rule) for each in report.findings}
+    # Lint names files from the current folder on, where they lie in it.
+    found = {(str(Path(each.path).absolute()), each.line, each.rule) for each in report.findings}
     read_there = {
         (str(root / each["path"]), evidence["line"], evidence["rule"])
         for each in judged
