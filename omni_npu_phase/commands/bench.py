@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -66,6 +67,7 @@ def bench(
         console.stop(f"--plot {plot}: no such folder")
     if MixOption.mixed in (mix or ()) and min(rows or (MIXED_ROWS,)) < 2:
         console.stop("--rows: a mixed step has at least 2 rows, one of them the prompt chunk")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from omni_npu_phase.conformance import suite
 
     try:
