@@ -19,7 +19,7 @@ from omni_npu_phase.mtp import TalkerMtp, device_side, mtp_inputs
 from omni_npu_phase.plan import Run, StepPlan, plan_step
 from omni_npu_phase.results import Call, Deviations, Mode, chosen_mode
 from omni_npu_phase.runtimes import Runtime, UnsupportedRuntimeError, runtime_of
-from omni_npu_phase.state import StateWrites, live_info
+from omni_npu_phase.state import StateWrites, live_infos
 from omni_npu_phase.tracing import note_plan
 
 
@@ -340,9 +340,8 @@ class _RunnerPort:
             self.mtp_width = self._mtp_inputs[1].shape[-1]
 
     def infos(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        request_ids, live = self._plan.request_ids, self._runner.model_intermediate_buffer
-        # An empty buffer is no missing one, but looks like it; live_info tells them apart.
-        return [live.get(request_ids[row]) or live_info(self._runner, request_ids[row]) for row in rows]
+        request_ids = self._plan.request_ids
+        return live_infos(self._runner, [request_ids[row] for row in rows])
 
     def _keywords(self, row: int, info: dict[str, Any]) -> dict[str, Any]:
         plan, request_id = self._plan, self._plan.request_ids[row]

@@ -14,7 +14,7 @@ from omni_npu_phase import results
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.results import Call
 from omni_npu_phase.runtimes import Runtime
-from omni_npu_phase.state import StateWrites, live_info
+from omni_npu_phase.state import StateWrites, live_infos
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 _DEFAULT_OUTPUT_KEY = ("codes", "audio")
@@ -119,7 +119,7 @@ class TalkerMtp:
             # A model that reads the live buffers here finds in them what its hooks just returned.
             self._writes.finish()
             keywords["req_ids"] = list(call.requests)
-            keywords["req_infos"] = [live_info(self._runner, request_id) for request_id in call.requests]
+            keywords["req_infos"] = live_infos(self._runner, call.requests)
         return keywords
 
     def _generators(self, request_ids: Sequence[str]) -> list[torch.Generator | None]:

@@ -19,6 +19,7 @@ _LARGE = 1 << 12
 def live_infos(runner: Any, request_ids: Sequence[str]) -> list[dict[str, Any]]:
     """The live buffers of requests, each made where it is missing (M9)."""
     live = runner.model_intermediate_buffer
+    # An empty buffer is no missing one, but looks like it; live_info tells them apart.
     return [live.get(request_id) or live_info(runner, request_id) for request_id in request_ids]
 
 
