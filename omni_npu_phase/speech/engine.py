@@ -33,6 +33,7 @@ from omni_npu_phase.speech.prompts import Prompt
 
 Device = Literal["cpu", "cuda", "npu"]
 
+LOG = "engine.log"
 TIMEOUT = 600.0
 """Seconds. A published model on a busy machine takes minutes to load."""
 BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
@@ -112,21 +113,9 @@ def run(
 def _run_in(
     folder: Path, spec: EngineSpec, advance: Callable[[str], None], accept: Callable[[list[int]], None]
 ) -> EngineRun:
-    (folder / "spec.json").write_text(json.dumps(asdict(spec)), encoding="utf-8")
-    log = folder / "engine.log"
-    # vLLM leaves its sockets behind, wherever they are.
-    variables = {**environment(spec.device), OBSERVE_VARIABLE: str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "omni_npu_phase.speech.pipeline", str(folder)],
-            # It ends itself when this closes, should this process die without a word.
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            env={**os.environ, **variables},
-            # A group of its own, so that every process of the engine can be ended.
-            start_new_session=True,
-        )
+    variables = {**environment(spec.device), OBSERVE_VARIABLE: str(folder)}
+    process = begin("omni_npu_phase.speech.pipeline", spec, folder, variables)
+    log = folder / LOG
     doing, failure, result = "starting Python", "", None
     try:
         for said in _said(process, spec.timeout):
@@ -194,6 +183,24 @@ def environment(device: Device) -> Mapping[str, str]:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
     return {**common, BATCH_INVARIANT_VARIABLE: os.environ.get(BATCH_INVARIANT_VARIABLE) or "1"}
+
+
+def begin(module: str, spec: Any, folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a module as an engine's first process. It finds ``spec``, a dataclass, in ``folder``, and logs there."""
+    (folder / "spec.json").write_text(json.dumps(asdict(spec)), encoding="utf-8")
+    # vLLM leaves its sockets behind, wherever they are.
+    settings = {**os.environ, **variables, "VLLM_RPC_BASE_PATH": str(folder)}
+    with (folder / LOG).open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(folder)],
+            # It ends itself when this closes, should this process die without a word.
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=settings,
+            # A group of its own, so that every process of the engine can be ended.
+            start_new_session=True,
+        )
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:

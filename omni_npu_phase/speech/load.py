@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -81,27 +80,15 @@ class LoadedEngine:
         """Begin to start it; ``folder`` is its own and exists."""
         self.spec = spec
         self.folder = folder
-        (folder / "spec.json").write_text(json.dumps(asdict(spec)), encoding="utf-8")
+        self._begun = b""
         variables = {
             **engine.environment("cpu"),
             MODE_VARIABLE: spec.mode,
             OBSERVE_VARIABLE: str(folder) if spec.observed else "",
             # Which runner was built is read from the log.
             "VLLM_LOGGING_LEVEL": "INFO",
-            # Its sockets go with the folder.
-            "VLLM_RPC_BASE_PATH": str(folder),
         }
-        self._begun = b""
-        with (folder / "engine.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "omni_npu_phase.speech.load", str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **variables},
-                # A group of its own, so that every process of the engine can be ended.
-                start_new_session=True,
-            )
+        self._process = engine.begin("omni_npu_phase.speech.load", spec, folder, variables)
 
     def wait(self) -> float:
         """Wait until it can speak; returns the seconds that starting took. Raises :class:`EngineError`."""
@@ -150,7 +137,7 @@ class LoadedEngine:
         return json.loads(line)
 
     def _log(self) -> str:
-        return (self.folder / "engine.log").read_text(encoding="utf-8", errors="replace")
+        return (self.folder / engine.LOG).read_text(encoding="utf-8", errors="replace")
 
     def _failure(self, reason: str) -> EngineError:
         return EngineError(f"the {self.spec.name} engine failed: {reason}", self._log())
