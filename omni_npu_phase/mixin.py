@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import compress, count
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.gather import Gathered
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.mtp import TalkerMtp, device_side, mtp_inputs
-from omni_npu_phase.plan import Run, StepPlan, plan_step
+from omni_npu_phase.plan import Run, StepPlan, of_rows, plan_step
 from omni_npu_phase.results import Call, Deviations, Mode, chosen_mode
 from omni_npu_phase.runtimes import Runtime, UnsupportedRuntimeError, runtime_of
-from omni_npu_phase.state import StateWrites, live_infos
+from omni_npu_phase.state import StateWrites, live_info, live_infos
 from omni_npu_phase.tracing import note_plan
 
 
@@ -110,10 +111,13 @@ class PhaseRoutingMixin:
             given = () if start_offsets is None else (start_offsets,)
             super()._talker_mtp_forward(decode_req_ids, inputs_embeds, *given)  # type: ignore[misc]
         elif decode_req_ids:
-            rows = [self.input_batch.req_id_to_index[request_id] for request_id in decode_req_ids]
+            index = self.input_batch.req_id_to_index
             if start_offsets is None:
-                start_offsets = [int(self.query_start_loc.cpu[row]) for row in rows]
-            call = Call(routing.MTP_HOOK, self.input_batch.req_ids, rows, inputs_embeds, self.model, phase.deviations)
+                start_offsets = [int(self.query_start_loc.cpu[index[request_id]]) for request_id in decode_req_ids]
+            rows = range(len(decode_req_ids))
+            call = Call(
+                routing.MTP_HOOK, decode_req_ids, rows, inputs_embeds, self.model, phase.deviations, index=index
+            )
             with phase.writing() as writes:
                 helper = phase.helper(inputs_embeds.device)
                 TalkerMtp(self, phase.runtime, helper, writes).run(call, start_offsets)
@@ -126,7 +130,7 @@ class PhaseRoutingMixin:
         phase = _phase_of(self)
         if phase.active:
             with phase.writing() as writes:
-                writes.store([req_id], [routing.storable(upd)])
+                writes.store(req_id, routing.storable(upd))
                 writes.own()
         else:
             super()._update_intermediate_buffer(req_id, upd)  # type: ignore[misc]
@@ -225,13 +229,13 @@ def _plan(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
     requests, scheduled = runner.requests, scheduler_output.num_scheduled_tokens
     states = _of_each(request_ids, requests, "a request state")
     spans = _of_each(request_ids, scheduled, "a scheduled span")
-    count = len(request_ids)
+    rows = len(request_ids)
     return plan_step(
         request_ids,
         _prompt_lens(request_ids, states),
-        runner.input_batch.num_computed_tokens_cpu[:count],
+        runner.input_batch.num_computed_tokens_cpu[:rows],
         spans,
-        runner.query_start_loc.np[:count],
+        runner.query_start_loc.np[:rows],
         buffer_rows=buffer_rows,
     )
 
@@ -245,15 +249,19 @@ def _of_each(request_ids: Sequence[str], known: Mapping[str, Any], what: str) ->
 
 
 def _prompt_lens(request_ids: Sequence[str], states: Sequence[Any]) -> list[int]:
-    lengths = []
-    for row, state in enumerate(states):
-        token_ids = getattr(state, "prompt_token_ids", None)
-        rows = getattr(state, "num_prompt_tokens", None) if token_ids is None else len(token_ids)
-        if rows is None:
-            expected = "prompt_token_ids, or a number of prompt embedding rows"
-            raise ContractError("E4", requests=[request_ids[row]], rows=[row], expected=expected, actual="neither")
-        lengths.append(int(rows))
-    return lengths
+    try:
+        return [len(state.prompt_token_ids) for state in states]
+    except (AttributeError, TypeError):
+        return list(map(_prompt_len, count(), request_ids, states))
+
+
+def _prompt_len(row: int, request_id: str, state: Any) -> int:
+    token_ids = getattr(state, "prompt_token_ids", None)
+    rows = getattr(state, "num_prompt_tokens", None) if token_ids is None else len(token_ids)
+    if rows is None:
+        expected = "prompt_token_ids, or a number of prompt embedding rows"
+        raise ContractError("E4", requests=[request_id], rows=[row], expected=expected, actual="neither")
+    return int(rows)
 
 
 def _expect(outputs: Any, runtime: Runtime) -> Any:
@@ -268,21 +276,20 @@ def _expect(outputs: Any, runtime: Runtime) -> Any:
 def _overlay_prompt_embeds(
     plan: StepPlan, requests: Mapping[str, Any], embeds: torch.Tensor, helper: BufferHelper
 ) -> None:
-    for row, request_id in enumerate(plan.request_ids):
-        if not plan.prefill[row]:
-            continue
+    for row in compress(range(len(plan)), plan.prefill):
+        request_id = plan.request_ids[row]
         prompt_embeds = getattr(requests[request_id], "prompt_embeds_cpu", None)
         if prompt_embeds is None:
             continue
         start, computed = plan.offsets[row], plan.num_computed[row]
-        count = min(plan.spans[row], plan.prompt_lens[row] - computed)
-        own = prompt_embeds[computed : computed + count]
-        if tuple(own.shape) != (count, embeds.shape[-1]):
-            expected = f"prompt embeddings of shape {(count, embeds.shape[-1])} from position {computed}"
+        rows = min(plan.spans[row], plan.prompt_lens[row] - computed)
+        own = prompt_embeds[computed : computed + rows]
+        if tuple(own.shape) != (rows, embeds.shape[-1]):
+            expected = f"prompt embeddings of shape {(rows, embeds.shape[-1])} from position {computed}"
             raise ContractError(
                 "E1", requests=[request_id], rows=[row], expected=expected, actual=str(tuple(own.shape))
             )
-        helper.copy(embeds[start : start + count], own)
+        helper.copy(embeds[start : start + rows], own)
 
 
 class _HooksMasked:
@@ -339,21 +346,25 @@ class _RunnerPort:
             self._mtp_inputs = mtp_inputs(runner)
             self.mtp_width = self._mtp_inputs[1].shape[-1]
 
-    def infos(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        request_ids = self._plan.request_ids
-        return live_infos(self._runner, [request_ids[row] for row in rows])
+    def info(self, row: int) -> dict[str, Any]:
+        return live_info(self._runner, self._plan.request_ids[row])
 
-    def _keywords(self, row: int, info: dict[str, Any]) -> dict[str, Any]:
-        plan, request_id = self._plan, self._plan.request_ids[row]
-        state = self._requests[request_id]
-        self._write_keywords(info, request_id, plan.prompt_lens[row], plan.num_computed[row], state)
-        return self._attach_infos(state, info, request_id)
+    def infos(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return live_infos(self._runner, of_rows(rows, self._plan.request_ids))
 
     def call_scalar(self, row: int, info: dict[str, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
-        return self.model.preprocess(input_ids=ids, input_embeds=embeds, **self._keywords(row, info))
+        plan, request_id = self._plan, self._plan.request_ids[row]
+        state = self._requests[request_id]
+        self._write_keywords(((info, request_id, plan.prompt_lens[row], plan.num_computed[row], state),))
+        keywords = self._attach_infos(state, info, request_id)
+        return self.model.preprocess(input_ids=ids, input_embeds=embeds, **keywords)
 
     def call_batch(self, run: Run, infos: list[dict[str, Any]], ids: torch.Tensor) -> Any:
-        req_infos = list(map(self._keywords, run.rows, infos))
+        plan, request_ids = self._plan, of_rows(run.rows, self._plan.request_ids)
+        states = [self._requests[request_id] for request_id in request_ids]
+        prompt_lens, num_computed = of_rows(run.rows, plan.prompt_lens), of_rows(run.rows, plan.num_computed)
+        self._write_keywords(zip(infos, request_ids, prompt_lens, num_computed, states, strict=True))
+        req_infos = list(map(self._attach_infos, states, infos, request_ids))
         return self.model.preprocess_decode_batch(input_ids=ids, req_infos=req_infos)
 
     def locate(self, run: Run) -> slice:
@@ -367,10 +378,9 @@ class _RunnerPort:
             self._helper.put(self.ids, where, ids)
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
-        self._writes.store([self._plan.request_ids[row] for row in rows], updates)
-        if len(rows) > 1:
-            # One copy of all is less than to ask of each who else can reach it.
-            self._writes.settle()
+        request_ids = self._plan.request_ids
+        for row, update in zip(rows, updates, strict=True):
+            self._writes.store(request_ids[row], update)
 
     def fill_mtp(self, position: int, where: slice, *parts: torch.Tensor) -> None:
         self._write_gathered(position)
@@ -392,7 +402,7 @@ class _RunnerPort:
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         self._write_gathered(len(rows))
-        offsets = [self._plan.offsets[row] for row in rows]
+        offsets = list(of_rows(rows, self._plan.offsets))
         self._helper.take(self.ids, self._helper.rows(offsets), out=self._mtp_inputs[0][: len(rows)])
-        request_ids = [self._plan.request_ids[row] for row in rows]
+        request_ids = list(of_rows(rows, self._plan.request_ids))
         self._runner._talker_mtp_forward(request_ids, self.embeds, offsets)

@@ -201,8 +201,12 @@ class _StatePort:
             self.mtp_width = embeds.shape[-1]
             self._hidden, self._text_step = (embeds.new_empty(sum(plan.eligible), self.mtp_width) for _ in range(2))
 
+    def info(self, row: int) -> dict[Any, Any]:
+        info: dict[Any, Any] = self._state.intermediate_buffer.buffers[self.slots[row]]
+        return info
+
     def infos(self, rows: Sequence[int]) -> list[dict[Any, Any]]:
-        return [self._state.intermediate_buffer.buffers[self.slots[row]] for row in rows]
+        return list(map(self.info, rows))
 
     def call_scalar(self, row: int, info: dict[Any, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
         return self.model.preprocess(ids, embeds, **_named(info))

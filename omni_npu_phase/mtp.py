@@ -102,9 +102,9 @@ class TalkerMtp:
         columns: dict[Any, Any] = {key: [copy(codes[row : row + 1]) for row in range(len(requests))], **marks}
         for row, request_id in enumerate(requests):
             for name, column in columns.items():
-                self._writes.store([request_id], [{name[0]: {name[1]: column[row]}}])
+                self._writes.store(request_id, {name[0]: {name[1]: column[row]}})
         # Another call may make its codes in the same memory.
-        self._writes.settle()
+        self._writes.own()
 
     def _keywords(self, call: Call, generators: Sequence[torch.Generator | None]) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)
@@ -128,8 +128,8 @@ class TalkerMtp:
         known: dict[str, torch.Generator] = runner.__dict__.setdefault("_talker_mtp_generators", {})
         for request_id in [request_id for request_id in known if request_id not in runner.requests]:
             del known[request_id]
-        sampling = [getattr(runner.requests[request_id], "sampling_params", None) for request_id in request_ids]
-        extras = [getattr(each, "extra_args", None) for each in sampling]
+        states = map(runner.requests.__getitem__, request_ids)
+        extras = [getattr(getattr(state, "sampling_params", None), "extra_args", None) for state in states]
         if not any(extras):
             return [None] * len(extras)
         device = device_side(runner.talker_mtp_input_ids).device

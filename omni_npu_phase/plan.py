@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from itertools import pairwise, starmap
+from operator import add
+from typing import Any, TypeVar
 
 from omni_npu_phase import contract
 from omni_npu_phase.contract import IS_PREFILL, NUM_COMPUTED, PROMPT_LEN, ContractError
+
+_Entry = TypeVar("_Entry")
+
+
+def of_rows(rows: Sequence[int], entries: Sequence[_Entry]) -> Sequence[_Entry]:
+    """The entries of rows, in their order."""
+    if isinstance(rows, range) and rows.step == 1:
+        return entries[rows.start : rows.stop]
+    return [entries[row] for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,8 @@ class StepPlan:
     def write_fields(self, rows: Sequence[int], infos: Sequence[dict[str, Any]]) -> None:
         """Write the runner-owned fields of rows (M1 to M5) into the dictionaries that belong to them."""
         prompt_lens, num_computed, prefill = self.prompt_lens, self.num_computed, self.prefill
-        for row, info in zip(rows, infos, strict=True):
+        # Called for every scalar row, where a strict zip takes longer than what is written.
+        for row, info in zip(rows, infos, strict=False):
             info[PROMPT_LEN] = prompt_lens[row]
             info[NUM_COMPUTED] = num_computed[row]
             info[IS_PREFILL] = prefill[row]
@@ -71,52 +80,67 @@ class StepPlan:
             if others:
                 yield Run(others, False)
             return
-        start = 0
-        for row in range(1, len(self)):
-            if takes[row] != takes[row - 1] or (takes[row] and self.offsets[row] != self.offsets[row - 1] + 1):
-                yield Run(range(start, row), takes[start])
-                start = row
-        if len(self):
-            yield Run(range(start, len(self)), takes[start])
+        # As bytes, so that the end of a run is looked up and not stepped to.
+        flags, start = bytes(takes), 0
+        while start < len(flags):
+            stop = flags.find(not takes[start], start)
+            rows = range(start, stop if stop > 0 else len(flags))
+            start = rows.stop
+            if takes[rows.start]:
+                yield from (Run(part, True) for part in self._contiguous(rows))
+            else:
+                yield Run(rows, False)
+
+    def _contiguous(self, rows: range) -> Iterator[range]:
+        """The parts of some one-token rows that are adjacent in the step's buffer (R4)."""
+        offsets = self.offsets[rows.start : rows.stop]
+        if offsets == list(range(offsets[0], offsets[0] + len(rows))):
+            yield rows
+            return
+        breaks = [row for row in rows[1:] if self.offsets[row] != self.offsets[row - 1] + 1]
+        yield from starmap(range, pairwise((rows.start, *breaks, rows.stop)))
 
 
 def plan_step(
     request_ids: Sequence[str],
-    prompt_lens: npt.ArrayLike,
-    num_computed: npt.ArrayLike,
-    spans: npt.ArrayLike,
-    offsets: npt.ArrayLike,
+    prompt_lens: Sequence[int],
+    num_computed: Sequence[int],
+    spans: Sequence[int],
+    offsets: Sequence[int],
     *,
     buffer_rows: int,
 ) -> StepPlan:
     """Classify every row of a step.
 
-    All four arrays have shape (rows,) and any integer dtype; ``offsets`` are rows of the step's input buffer, which
-    has ``buffer_rows`` rows. Raises :class:`ContractError` (E4) for a negative length or a span outside the buffer.
+    All four sequences have an entry a row: Python ints, or arrays of shape (rows,) and any integer dtype. ``offsets``
+    are rows of the step's input buffer, which has ``buffer_rows`` rows. Raises :class:`ContractError` (E4) for a
+    negative length or a span outside the buffer.
     """
-    lengths = np.empty((4, len(request_ids)), dtype=np.int64)
-    lengths[0], lengths[1], lengths[2], lengths[3] = prompt_lens, num_computed, spans, offsets
-    prompt, computed, span, offset = lengths
-    ends = offset + span
-    if np.minimum.reduce(lengths, axis=None, initial=0) < 0 or np.maximum.reduce(ends, initial=0) > buffer_rows:
-        _refuse(request_ids, prompt < 0, "a prompt length of at least 0", prompt)
-        _refuse(request_ids, computed < 0, "a progress of at least 0", computed)
-        _refuse(request_ids, span < 0, "a span of at least 0", span)
-        _refuse(request_ids, offset < 0, "an offset of at least 0", offset)
-        _refuse(request_ids, ends > buffer_rows, f"a span that ends within {buffer_rows} rows", ends)
-    columns = lengths.tolist()
+    # A step is too short for NumPy: an operation there costs what a hundred rows do here.
+    columns = prompt, computed, span, offset = [_ints(column) for column in (prompt_lens, num_computed, spans, offsets)]
+    ends = list(map(add, offset, span))
+    if request_ids and (min(map(min, columns)) < 0 or max(ends) > buffer_rows):
+        _refuse(request_ids, "a prompt length of at least 0", prompt, 0)
+        _refuse(request_ids, "a progress of at least 0", computed, 0)
+        _refuse(request_ids, "a span of at least 0", span, 0)
+        _refuse(request_ids, "an offset of at least 0", offset, 0)
+        _refuse(request_ids, f"a span that ends within {buffer_rows} rows", ends, 0, buffer_rows)
     return StepPlan(
         request_ids=request_ids,
-        prompt_lens=columns[0],
-        num_computed=columns[1],
-        spans=columns[2],
-        offsets=columns[3],
-        prefill=contract.is_prefill(prompt, computed).tolist(),
-        eligible=contract.is_mtp_eligible(prompt, computed, span).tolist(),
+        prompt_lens=prompt,
+        num_computed=computed,
+        spans=span,
+        offsets=offset,
+        prefill=list(map(contract.is_prefill, prompt, computed)),
+        eligible=list(map(contract.is_mtp_eligible, prompt, computed, span)),
     )
 
 
-def _refuse(request_ids: Sequence[str], wrong: npt.NDArray[np.bool_], expected: str, actual: Any) -> None:
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise ContractError("E4", requests=[request_ids[row]], rows=[row], expected=expected, actual=str(actual[row]))
+def _ints(column: Any) -> list[int]:
+    return column.tolist() if hasattr(column, "tolist") else list(column)
+
+
+def _refuse(request_ids: Sequence[str], expected: str, values: list[int], least: int, most: int | None = None) -> None:
+    for row, value in enumerate(values):
+        if value < least or (most is not None and value > most):
+            raise ContractError("E4", requests=[request_ids[row]], rows=[row], expected=expected, actual=str(value))

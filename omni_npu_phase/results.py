@@ -10,9 +10,10 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from omni_npu_phase.contract import MTP_INPUTS, ContractError
+from omni_npu_phase.plan import of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class Deviations:
 class Call:
     """One hook call, and the step's buffer its embeddings are meant for: floating, shape (buffer rows, hidden).
 
-    ``request_ids`` are those of all rows of the input batch, ``rows`` those of the call.
+    ``request_ids`` are those of all rows of the input batch, ``rows`` those of the call. ``index``: where the input
+    batch has each request, for a call that knows requests only, which ``rows`` then count.
     """
 
     hook: str
@@ -58,6 +60,7 @@ class Call:
     embeds: Any
     model: object
     deviations: Deviations
+    index: Mapping[str, int] | None = None
     width: int = field(init=False)
     _kind: Any = field(init=False)
     _dtype: Any = field(init=False)
@@ -70,12 +73,12 @@ class Call:
     @property
     def requests(self) -> list[str]:
         """The call's own requests, in the order of its rows."""
-        return [self.request_ids[row] for row in self.rows]
+        return list(of_rows(self.rows, self.request_ids))
 
     def error(self, clause: str, expected: str, actual: str) -> ContractError:
-        return ContractError(
-            clause, hook=self.hook, requests=self.requests, rows=self.rows, expected=expected, actual=actual
-        )
+        requests = self.requests
+        rows = self.rows if self.index is None else [self.index[request_id] for request_id in requests]
+        return ContractError(clause, hook=self.hook, requests=requests, rows=rows, expected=expected, actual=actual)
 
     def deviation(self, clause: str, kind: str, expected: str, actual: str) -> None:
         self.deviations.report(self.model, kind, self.error(clause, expected, actual))
@@ -95,8 +98,7 @@ _MTP_VALUES = ("inputs_embeds", "codes")
 _BATCH_VALUES_WITH_MTP = ("input_ids", "inputs_embeds", "hidden_states", "text_step", "updates")
 
 
-@dataclass(slots=True)
-class ScalarResult:
+class ScalarResult(NamedTuple):
     """A scalar hook's result, checked: ``ids`` None or shape (rows,), ``embeds`` shape (rows, hidden)."""
 
     rows: int
@@ -140,13 +142,9 @@ def scalar_result(call: Call, raw: Any, *, span: int, given_ids: Any, mtp_width:
         stored = {}
         # MTP inputs are taken from any mapping, though only a dictionary is stored.
         updates = updates if isinstance(updates, Mapping) else {}
-    return ScalarResult(
-        rows=rows,
-        ids=None if ids is given_ids else _scalar_ids(call, ids, rows),
-        embeds=embeds,
-        updates=stored,
-        mtp_inputs=None if mtp_width is None else _mtp_inputs(call, updates, mtp_width),
-    )
+    own_ids = None if ids is given_ids else _scalar_ids(call, ids, rows)
+    inputs = None if mtp_width is None else _mtp_inputs(call, updates, mtp_width)
+    return ScalarResult(rows, own_ids, embeds, stored, inputs)
 
 
 def batch_result(call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None) -> BatchResult:
@@ -179,7 +177,7 @@ def batch_result(call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None)
             updates[index] = {}
             call.deviation("E5b", "updates", "a dictionary of updates per request", type(update).__name__)
     return BatchResult(
-        ids=None if ids is given_ids else ids.reshape(-1),
+        ids=None if ids is given_ids else ids if ids.ndim == 1 else ids.reshape(-1),
         embeds=embeds,
         hidden=hidden,
         text_step=text_step,
@@ -199,11 +197,13 @@ def mtp_result(call: Call, raw: Any) -> tuple[Any, Any]:
         embeds = embeds[:count]
     if codes is None:
         return embeds, None
-    if getattr(codes, "ndim", None) == 0 or not hasattr(codes, "__len__") or isinstance(codes, (str, Mapping)):
+    if _is_tensor(codes) and codes.ndim:
+        given = codes.shape[0]
+    elif getattr(codes, "ndim", None) == 0 or not hasattr(codes, "__len__") or isinstance(codes, (str, Mapping)):
         raise call.error("T5", "codes with a row per request, or None", _kind(codes))
-    if not _is_tensor(codes):
+    else:
         call.deviation("T5", "kind", "codes as a tensor", _kind(codes))
-    given = len(codes)
+        given = len(codes)
     if given < count:
         call.deviation("T5", "codes", f"at least {count} code rows", str(given))
     return embeds, codes[:count] if given > count else codes
@@ -265,7 +265,7 @@ def _scalar_ids(call: Call, ids: Any, rows: int) -> Any:
         call.deviation("E5", "ids", f"{rows} token ids", str(ids.numel()))
         return None
     _check_ids(call, "E5", ids)
-    return ids.reshape(-1)
+    return ids if ids.ndim == 1 else ids.reshape(-1)
 
 
 def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any, Any] | None:
@@ -273,10 +273,10 @@ def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any
     if pair is None:
         call.deviation("E7", "missing", f"{MTP_INPUTS!r} in the updates of an eligible row", "none")
         return None
+    if type(pair) is tuple and len(pair) == 2 and call.fits(pair[0], shape) and call.fits(pair[1], shape):
+        return pair
     # One tensor that stacks the two unpacks like a pair of them.
     parts = tuple(pair) if isinstance(pair, (tuple, list)) or (_is_tensor(pair) and pair.ndim) else ()
-    if len(parts) == 2 and call.fits(parts[0], shape) and call.fits(parts[1], shape):
-        return parts
     if len(parts) != 2 or not all(_is_tensor(part) for part in parts):
         raise call.error("E5", f"{MTP_INPUTS!r} as two tensors (hidden states, text step)", _kind(pair))
     for part in parts:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from omni_npu_phase import results
 from omni_npu_phase.contract import FIELDS, MTP_INPUTS
-from omni_npu_phase.plan import Run, StepPlan
+from omni_npu_phase.plan import Run, StepPlan, of_rows
 from omni_npu_phase.results import Call, Deviations
 
 BATCHED_HOOK = "preprocess_decode_batch"
@@ -33,8 +33,12 @@ class Port(Protocol):
     mtp_width: int | None
     """Hidden size of the MTP inputs; None for a model without MTP."""
 
+    def info(self, row: int) -> dict[str, Any]:
+        """The live buffer of a row's request, made where it is missing (M9)."""
+        ...
+
     def infos(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The live buffer of each row's request, made where it is missing (M9)."""
+        """Those of several rows."""
         ...
 
     def call_scalar(self, row: int, info: dict[str, Any], ids: Any, embeds: Any) -> Any:
@@ -79,10 +83,11 @@ class Port(Protocol):
 
 def route(plan: StepPlan, port: Port) -> None:
     """Route every row of the step, in row order. Raises :class:`~omni_npu_phase.contract.ContractError`."""
-    in_mtp: list[int] = []
+    in_mtp: Sequence[int] = ()
     for run in plan.runs(batched=port.has_batched_hook, gathered=port.gathers):
         route_run = _route_batch if run.batched else _route_rows
-        in_mtp += route_run(plan, port, run, len(in_mtp))
+        rows = route_run(plan, port, run, len(in_mtp))
+        in_mtp = [*in_mtp, *rows] if in_mtp else rows
     # A hook may have had live buffers in hand; forward and postprocess still read the runner's values (M9).
     every_row = range(len(plan))
     plan.write_fields(every_row, port.infos(every_row))
@@ -96,9 +101,6 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, position: int) -> Sequenc
     plan.write_fields(run.rows, infos)
     where = port.locate(run)
     ids = port.ids[where]
-    if port.mtp_width is not None and isinstance(where, slice):
-        # As released: ids of rows that go to MTP are gathered, and a hook may keep them.
-        ids = ids.clone()
     call = Call(BATCHED_HOOK, plan.request_ids, run.rows, port.embeds, port.model, port.deviations)
     raw = port.call_batch(run, infos, ids)
     result = results.batch_result(call, raw, given_ids=ids, mtp_width=port.mtp_width)
@@ -107,8 +109,8 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, position: int) -> Sequenc
         port.fill_mtp(position, where, result.embeds, result.hidden, result.text_step)
     port.write_rows(where, result.ids, None if in_mtp else result.embeds)
     if any(result.updates):
-        port.store_updates(run.rows, [storable(update) for update in result.updates])
-    # As for scalar hooks: a run of one row is not stored at once.
+        port.store_updates(run.rows, list(map(storable, result.updates)))
+    # Whoever still holds what this hook returned could write to it from the next one on.
     del raw, result
     port.own()
     return run.rows if in_mtp else ()
@@ -117,12 +119,12 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, position: int) -> Sequenc
 def _route_rows(plan: StepPlan, port: Port, run: Run, position: int) -> Sequence[int]:
     call = Call(SCALAR_HOOK, plan.request_ids, run.rows, port.embeds, port.model, port.deviations)
     in_mtp: list[int] = []
-    for row, (ids, embeds) in zip(run.rows, _slices(plan, port, run.rows), strict=True):
-        call.rows = (row,)
-        infos = port.infos(call.rows)
-        plan.write_fields(call.rows, infos)
+    for row, ids, embeds in zip(run.rows, *_slices(plan, port, run.rows), strict=True):
+        call.rows = rows = (row,)
+        info = port.info(row)
+        plan.write_fields(rows, (info,))
         width = port.mtp_width if plan.eligible[row] else None
-        raw = port.call_scalar(row, infos[0], ids, embeds)
+        raw = port.call_scalar(row, info, ids, embeds)
         result = results.scalar_result(call, raw, span=plan.spans[row], given_ids=ids, mtp_width=width)
         where = slice(plan.offsets[row], plan.offsets[row] + result.rows)
         if result.mtp_inputs is None:
@@ -134,26 +136,28 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, position: int) -> Sequence
                 port.write_rows(where, result.ids, None)
         updates = storable(result.updates)
         if updates:
-            port.store_updates(call.rows, (updates,))
-        # Whoever still holds what this hook returned could write to it from the next one on.
+            port.store_updates(rows, (updates,))
+        # As for a batched hook.
         del raw, result, updates
         port.own()
     return in_mtp
 
 
-def _slices(plan: StepPlan, port: Port, rows: Sequence[int]) -> Iterable[tuple[Any, Any]]:
+def _slices(plan: StepPlan, port: Port, rows: Sequence[int]) -> tuple[Iterable[Any], Iterable[Any]]:
     """Each row's own token ids and embeddings (R9), in one operation each where the rows are adjacent."""
-    starts, spans = [plan.offsets[row] for row in rows], [plan.spans[row] for row in rows]
+    starts, spans = of_rows(rows, plan.offsets), of_rows(rows, plan.spans)
     *adjacent, stop = accumulate(spans, initial=starts[0])
     if starts == adjacent:
         where = slice(starts[0], stop)
-        return zip(port.ids[where].split_with_sizes(spans), port.embeds[where].split_with_sizes(spans), strict=True)
+        return port.ids[where].split_with_sizes(spans), port.embeds[where].split_with_sizes(spans)
     own = [slice(start, start + span) for start, span in zip(starts, spans, strict=True)]
-    return ((port.ids[where], port.embeds[where]) for where in own)
+    return map(port.ids.__getitem__, own), map(port.embeds.__getitem__, own)
 
 
 def storable(update: Any) -> Any:
     """An update without what a hook may not store: runner-owned fields (M9) and MTP inputs (E6)."""
-    if isinstance(update, dict) and not _NEVER_STORED.isdisjoint(update):
-        return {key: value for key, value in update.items() if key not in _NEVER_STORED}
+    if isinstance(update, dict) and (present := _NEVER_STORED.intersection(update)):
+        update = dict(update)
+        for name in present:
+            del update[name]
     return update

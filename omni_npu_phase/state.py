@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,6 +14,12 @@ from omni_npu_phase.buffers.ownership import reachable
 
 _LARGE = 1 << 12
 """Elements from which on a tensor is stored alone: a part keeps the whole block that it lies in alive."""
+_SMALL = 1 << 12
+"""Bytes of memory that a tensor may keep alive beside its own."""
+
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+"""Kinds of values in which there is no tensor: asked first, since most values are of them."""
 
 
 def live_infos(runner: Any, request_ids: Sequence[str]) -> list[dict[str, Any]]:
@@ -35,83 +41,76 @@ def live_info(runner: Any, request_id: str) -> dict[str, Any]:
     return info
 
 
+_Place: TypeAlias = "tuple[Any, Any, bool]"
+"""Where a tensor was put in a live buffer: which dictionary or list, under which key or index, and whether it stays on
+its device. A plain tuple: one is made for every tensor."""
+
+
 @dataclass(slots=True)
 class _Stored:
-    """A tensor in a live buffer: in which dictionary or list, under which key or index, and whether it stays there."""
+    """Tensors in live buffers, and the place of each."""
 
-    dest: Any
-    key: Any
-    tensor: torch.Tensor
-    resident: bool
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    places: list[_Place] = field(default_factory=list)
 
-    def replace(self, tensor: torch.Tensor) -> bool:
-        """Put another in its place, unless something else was written there since; whether it was still there."""
-        stayed = _at(self.dest, self.key) is self.tensor
-        if stayed:
-            self.dest[self.key] = tensor
-        self.tensor = tensor
-        return stayed
+    def add(self, tensor: torch.Tensor, place: _Place) -> None:
+        self.tensors.append(tensor)
+        self.places.append(place)
+
+    def clear(self) -> None:
+        self.tensors.clear()
+        self.places.clear()
 
 
 class StateWrites:
     """The writes of one step into live buffers; what goes from the device to the host goes in one transfer.
 
     Every value is in its place when a method returns, so later hooks of the step see it. A tensor is there as it was
-    handed in, then as an owned copy: :meth:`own` copies what a hook can still reach, before the next one runs, and
-    :meth:`settle` copies the rest, tensors alike together. :meth:`finish` puts host copies in the place of those that
-    leave the device. A copy goes wherever its original still is: in its place, in another one of the same buffer, or in
-    a buffer that has replaced the request's since.
+    handed in until :meth:`own` has looked at who can still reach it, before the next hook runs. One that nobody reaches
+    is owned as it is; the others are copied, tensors alike together. :meth:`finish` puts host copies in the place of
+    those that leave the device. Such a copy goes wherever its original still is: in its place, in another one of the
+    same buffer, or in a buffer that has replaced the request's since.
     """
 
     def __init__(self, runner: Any, helper: BufferHelper) -> None:
         self._runner = runner
         self._helper = helper
         self._resident = getattr(runner.model, "gpu_resident_buffer_keys", ())
-        self._new: list[_Stored] = []
+        self._new = _Stored()
         """Handed in since the last look at who can reach what."""
-        self._waiting: list[_Stored] = []
-        """Out of every hook's reach, or copied: what settling puts into blocks."""
-        self._leaving: list[tuple[torch.Tensor, list[_Stored]]] = []
+        self._waiting = _Stored()
+        """Out of every hook's reach, and to leave the device."""
+        self._leaving: list[tuple[torch.Tensor, _Stored]] = []
         """Blocks that :meth:`finish` brings to the host, each with the places of its rows."""
         self._written: dict[str, dict[str, Any]] = {}
-        """The live buffer of each request when a tensor was first written to it."""
+        """The live buffer of each request when a tensor that leaves the device was first written to it."""
 
-    def store(self, request_ids: Sequence[str], updates: Sequence[Any]) -> None:
-        """Merge each update dictionary into its own request's live buffer (R8).
+    def store(self, request_id: str, update: Any) -> None:
+        """Merge an update dictionary into its request's live buffer (R8).
 
         Nested dictionaries merge one level deep. A tensor under a ``(key, qualifier)`` pair of the model's
-        ``gpu_resident_buffer_keys`` stays on its device as an owned copy; every other device tensor becomes an owned
-        host copy. Updates that are empty or no dictionary, and requests without state, are passed over.
+        ``gpu_resident_buffer_keys`` stays on its device, owned; every other device tensor becomes an owned host copy.
+        An update that is empty or no dictionary, and a request without state, are passed over.
         """
-        for request_id, update in zip(request_ids, updates, strict=True):
-            if not isinstance(update, dict) or not update:
-                continue
-            state = self._runner.requests.get(request_id)
-            if state is None:
-                continue
-            info = self._runner.model_intermediate_buffer.get(request_id)
-            if info is None:
-                info = live_info(self._runner, request_id)
-            known = len(self._new)
-            for key, value in update.items():
-                if isinstance(value, dict):
-                    nested = info.setdefault(key, {})
-                    for qualifier, inner in value.items():
-                        if isinstance(inner, torch.Tensor):
-                            self._place_tensor(nested, qualifier, inner, (key, qualifier) in self._resident)
-                        elif isinstance(inner, list):
-                            self._place_list(nested, qualifier, inner)
-                        else:
-                            nested[qualifier] = inner
-                elif isinstance(value, torch.Tensor):
-                    self._place_tensor(info, key, value, False)
-                elif isinstance(value, list):
-                    self._place_list(info, key, value)
-                else:
-                    info[key] = value
-            if len(self._new) > known:
-                self._written.setdefault(request_id, info)
-            state.additional_information_cpu = info
+        if not isinstance(update, dict) or not update:
+            return
+        state = self._runner.requests.get(request_id)
+        if state is None:
+            return
+        info = live_info(self._runner, request_id)
+        for key, value in update.items():
+            if isinstance(value, dict):
+                nested = info.setdefault(key, {})
+                for qualifier, inner in value.items():
+                    if type(inner) in _PLAIN:
+                        nested[qualifier] = inner
+                    else:
+                        self._place(nested, qualifier, inner, (key, qualifier) in self._resident)
+            else:
+                self._place(info, key, value, False)
+        state.additional_information_cpu = info
+        if not self._helper.is_host:
+            self._written.setdefault(request_id, info)
 
     def store_codes(
         self,
@@ -128,82 +127,93 @@ class StateWrites:
         infos = live_infos(self._runner, request_ids)
         for request_id, info in zip(request_ids, infos, strict=True):
             self._runner.requests[request_id].additional_information_cpu = info
+        if not self._helper.is_host:
+            for request_id, info in zip(request_ids, infos, strict=True):
+                self._written.setdefault(request_id, info)
         resident = key in self._resident
         owned = self._helper.snapshot(codes) if self._packs(codes) else self._kept(codes.clone(), resident)
         # Each request gets its row as a slice; where there are fewer rows, the others get empty ones.
         count = owned.shape[0]
-        self._put_column(infos[:count], key, owned.unsqueeze(1), resident)
+        self._put_column(infos[:count], key, owned, owned.split_with_sizes([1] * count), resident)
         for info in infos[count:]:
             info.setdefault(key[0], {})[key[1]] = self._kept(codes[:0], resident)
-        for name, column in marks.items():
+        for name, marked in marks.items():
             stays = resident or name in self._resident
-            self._put_column(infos, name, column if self._packs(column) else self._kept(column, stays), stays)
-        if not self._helper.is_host:
-            for request_id, info in zip(request_ids, infos, strict=True):
-                self._written.setdefault(request_id, info)
+            column = marked if self._packs(marked) else self._kept(marked, stays)
+            self._put_column(infos, name, column, column.unbind(), stays)
 
     def _put_column(
-        self, infos: Sequence[dict[str, Any]], name: tuple[Any, Any], column: torch.Tensor, resident: bool
+        self,
+        infos: Sequence[dict[str, Any]],
+        name: tuple[Any, Any],
+        column: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        resident: bool,
     ) -> None:
-        """Put element i of an owned column into live buffer i."""
+        """Put each part of an owned column into its live buffer."""
         group, qualifier = name
-        leaving = []
-        leaves = not (resident or self._helper.is_host) and column.device == self._helper.device
-        for info, part in zip(infos, column.unbind(), strict=True):
-            dest = info.get(group)
-            if dest is None:
-                dest = info[group] = {}
-            dest[qualifier] = part
-            if leaves:
-                leaving.append(_Stored(dest, qualifier, part, False))
-        if leaving:
-            self._leaving.append((column, leaving))
+        for info, part in zip(infos, parts, strict=True):
+            info.setdefault(group, {})[qualifier] = part
+        if not (resident or self._helper.is_host) and column.device == self._helper.device:
+            places = [(info[group], qualifier, False) for info in infos]
+            self._leaving.append((column, _Stored(list(parts), places)))
 
     def own(self) -> None:
         """Copy what the hook that just returned can still reach, which the next one might write over (T9).
 
         Nothing but live buffers may hold tensors of earlier updates when this is called.
         """
-        new, self._new = self._new, []
-        for stored in new:
-            # Held by what is stored, and by the live buffer.
-            if reachable(stored.tensor, held=2):
-                stored.replace(self._helper.snapshot(stored.tensor))
-                if stored.resident or self._helper.is_host:
-                    continue
-            self._waiting.append(stored)
-
-    def settle(self) -> None:
-        """Put owned copies in the places of all tensors handed in, in one device operation for each kind of them."""
-        if not (self._waiting or self._new):
+        new = self._new
+        if not new.tensors:
             return
-        waiting, self._waiting, self._new = [*self._waiting, *self._new], [], []
-        # They live until the end, so that none of the copies can have the identity of one.
-        originals = [stored.tensor for stored in waiting]
-        stayed = True
-        for kind in _kinds(waiting):
-            block = self._helper.join([stored.tensor for stored in kind])
-            stayed &= _move(kind, block)
-            if not (kind[0].resident or self._helper.is_host):
-                self._leaving.append((block, kind))
-        self._follow(originals, waiting, stayed)
+        # Held by what is new, and by the live buffer.
+        reached = set(reachable(new.tensors, held=2))
+        copied = _Stored()
+        for position, (tensor, place) in enumerate(zip(new.tensors, new.places, strict=True)):
+            stays = tensor.is_cpu or place[2]
+            if position in reached or not (_is_whole(tensor) if stays else tensor.device == self._helper.device):
+                copied.add(tensor, place)
+            elif not stays:
+                self._waiting.add(tensor, place)
+        new.clear()
+        if copied.tensors:
+            self._copy(copied)
 
     def finish(self) -> None:
-        """Settle, then bring what leaves the device to the host."""
-        self.settle()
-        leaving, self._leaving = self._leaving, []
-        if leaving:
-            moved = [stored for _, kind in leaving for stored in kind]
-            originals = [stored.tensor for stored in moved]
-            stayed = True
-            for (_, kind), block in zip(leaving, self._helper.fetch([block for block, _ in leaving]), strict=True):
-                stayed &= _move(kind, block)
-            self._follow(originals, moved, stayed)
+        """Own what is new, then bring what leaves the device to the host."""
+        self.own()
+        if self._waiting.tensors:
+            waiting, self._waiting = self._waiting, _Stored()
+            self._copy(waiting)
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            blocks = self._helper.fetch([block for block, _ in leaving])
+            for block, (_, stored) in zip(blocks, leaving, strict=True):
+                self._move(stored, _parts(block, stored))
         self._written.clear()
 
-    def _follow(self, originals: Sequence[torch.Tensor], moved: Sequence[_Stored], stayed: bool) -> None:
-        """Put copies also where hooks have put originals since: into buffers that replaced those which they were
-        written to, and, unless all of them ``stayed`` in their places, elsewhere in the same."""
+    def _copy(self, handed: _Stored) -> None:
+        """Put owned copies in the places of tensors, in one device operation for each kind of them."""
+        packed = _Stored()
+        for tensor, place in zip(handed.tensors, handed.places, strict=True):
+            if self._packs(tensor):
+                packed.add(tensor, place)
+            else:
+                _replace(place, tensor, self._kept(tensor, place[2]))
+        for kind in _kinds(packed):
+            block = self._helper.join(kind.tensors)
+            self._move(kind, block.unbind())
+            if not (kind.places[0][2] or self._helper.is_host):
+                self._leaving.append((block, kind))
+
+    def _move(self, stored: _Stored, copies: Sequence[torch.Tensor]) -> None:
+        """Put copies in the places of what is stored, and also where hooks have put the originals since: into buffers
+        that replaced those which they were written to, and, unless all stayed in their places, elsewhere in the same.
+        """
+        originals, stored.tensors = stored.tensors, list(copies)
+        stayed = True
+        for place, original, copy in zip(stored.places, originals, copies, strict=True):
+            stayed &= _replace(place, original, copy)
         live = self._runner.model_intermediate_buffer
         searched = [
             known
@@ -211,24 +221,22 @@ class StateWrites:
             if (known := live.get(request_id)) is not info or not stayed
         ]
         if searched:
-            copies = {id(tensor): stored.tensor for tensor, stored in zip(originals, moved, strict=True)}
+            by_original = {id(original): copy for original, copy in zip(originals, copies, strict=True)}
             for info in searched:
                 if isinstance(info, dict):
-                    _swap_all(info, copies)
+                    _swap_all(info, by_original)
 
-    def _place_list(self, dest: dict[Any, Any], key: Any, value: list[Any]) -> None:
-        items = dest[key] = list(value)
-        for index, item in enumerate(value):
-            if isinstance(item, torch.Tensor):
-                self._place_tensor(items, index, item, False)
-
-    def _place_tensor(self, dest: Any, key: Any, value: torch.Tensor, resident: bool) -> None:
+    def _place(self, dest: Any, key: Any, value: Any, resident: bool) -> None:
+        """Put a value into a live buffer, or a list of values; tensors until :meth:`own` as they are."""
         # Also what is stored there already: it may be a tensor that the hook put there and will fill again (T9).
-        if self._packs(value):
-            dest[key] = value
-            self._new.append(_Stored(dest, key, value, resident))
-        else:
-            dest[key] = self._kept(value, resident)
+        if isinstance(value, torch.Tensor):
+            self._new.add(value, (dest, key, resident))
+        elif isinstance(value, list):
+            items, value = value, list(value)
+            for index, item in enumerate(items):
+                if isinstance(item, torch.Tensor):
+                    self._new.add(item, (value, index, False))
+        dest[key] = value
 
     def _packs(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor can go into a block with others: dense memory of the helper's device."""
@@ -246,24 +254,33 @@ class StateWrites:
         return tensor.to("cpu", copy=self._helper.is_host).contiguous()
 
 
-def _kinds(handed: Sequence[_Stored]) -> Iterator[list[_Stored]]:
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that nobody else reaches can stay as it is: contiguous, in memory that is about its own."""
+    memory = tensor.untyped_storage().nbytes()
+    return tensor.is_contiguous() and not tensor.requires_grad and (memory <= _SMALL or memory == tensor.nbytes)
+
+
+def _kinds(stored: _Stored) -> Iterable[_Stored]:
     """Tensors of one shape and dtype that go the same way. A large one is alone, so that it ends with its request."""
-    kinds: dict[Any, list[_Stored]] = {}
-    for stored in handed:
-        tensor = stored.tensor
-        if tensor.numel() > _LARGE:
-            yield [stored]
-        else:
-            kinds.setdefault((tensor.dtype, tensor.shape, stored.resident), []).append(stored)
-    yield from kinds.values()
+    kinds: dict[Any, _Stored] = {}
+    for position, (tensor, place) in enumerate(zip(stored.tensors, stored.places, strict=True)):
+        alone = position if tensor.numel() > _LARGE else None
+        kinds.setdefault((tensor.dtype, tensor.shape, place[2], alone), _Stored()).add(tensor, place)
+    return kinds.values()
 
 
-def _move(kind: Sequence[_Stored], block: torch.Tensor) -> bool:
-    """Put the rows of a block in the places of what they are copies of; whether all of these were still there."""
-    stayed = True
-    for stored, part in zip(kind, block.unbind(), strict=True):
-        stayed &= stored.replace(part)
+def _replace(place: _Place, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Put a tensor in the place of another, unless something else was written there since; whether it still was."""
+    dest, key, _ = place
+    stayed = _at(dest, key) is old
+    if stayed:
+        dest[key] = new
     return stayed
+
+
+def _parts(block: torch.Tensor, stored: _Stored) -> Sequence[torch.Tensor]:
+    """The rows of a block, each of the shape that is stored: without the first dimension, or with one row of it."""
+    return block.unbind() if stored.tensors[0].ndim < block.ndim else block.split_with_sizes([1] * len(block))
 
 
 def _at(dest: Any, key: Any) -> Any:

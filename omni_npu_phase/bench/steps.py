@@ -65,8 +65,9 @@ class Steps(driver._Bench):
 
     def _make_model(self) -> Talker:
         case, longest = self.case, max(each.span for rows in self._placed for each in rows)
+        before = self.case.rows // 2 if case.mix == "mixed" else case.decodes
         return Talker(
-            case.decodes,
+            [run for run in (before, case.decodes - before) if run],
             case.hidden,
             case.hook,
             case.updates,

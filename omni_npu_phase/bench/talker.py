@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,7 +27,7 @@ class Talker:
 
     ``updates``: ``toy``, none; or ``talker``, those that the installed Qwen3-TTS itself returns for such rows.
     ``resident``: whether codes stay on the device, as Qwen3-TTS's do. Embeddings have ``hidden`` columns; a step has
-    ``rows`` decode rows, and prompt chunks of up to ``chunk`` tokens.
+    ``runs`` of so many decode rows each, and a prompt chunk of up to ``chunk`` tokens.
     """
 
     has_preprocess = has_postprocess = True
@@ -36,7 +37,7 @@ class Talker:
 
     def __init__(
         self,
-        rows: int,
+        runs: Sequence[int],
         hidden: int,
         hook: Hook,
         updates: Updates,
@@ -47,6 +48,7 @@ class Talker:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.mtp_hidden_size, self.dtype = hidden, dtype
+        rows = sum(runs)
         self.gpu_resident_buffer_keys = {
             ("hidden_states", "last"),
             ("hidden_states", "trailing_text"),
@@ -59,7 +61,11 @@ class Talker:
         self._chunk: tuple[Any, ...] = (None, torch.ones(chunk, hidden, device=device, dtype=dtype), {})
         if updates == "talker":
             source = Qwen3Tts(hidden, device, dtype)
-            self.updates = source.batched(rows) if hook == "batched" else [source.scalar() for _ in range(rows)]
+            self.updates = (
+                [update for run in runs for update in source.batched(run)]
+                if hook == "batched"
+                else [source.scalar() for _ in range(rows)]
+            )
             if chunk:
                 # Made on the host: the emulated device has no kernel for some of it.
                 made = Qwen3Tts(hidden, torch.device("cpu"), dtype).chunk(chunk)
@@ -71,8 +77,8 @@ class Talker:
 
     def begin_step(self) -> None:
         """Make what the hooks of the next step return: tensors that nobody else holds, as hooks make them."""
-        self._updates = [_fresh(update) for update in self.updates]
-        self._of_chunk = _fresh(self._chunk[-1])
+        self._updates = _anew(self.updates)
+        self._of_chunk: dict[str, Any] = _fresh(self._chunk[-1])
         self._of_rows: list[tuple[Any, ...]] = []
         if self._scalar:
             for own, update in zip(self.rows_of, self._updates, strict=True):
@@ -90,7 +96,9 @@ class Talker:
     def preprocess(self, input_ids: torch.Tensor, input_embeds: torch.Tensor, **info: Any) -> Any:
         if info[IS_PREFILL]:
             ids, embeds, _ = self._chunk
-            return input_ids if ids is None else ids[: input_ids.shape[0]], embeds[: input_ids.shape[0]], self._of_chunk
+            # Kept by nobody else, as what a hook has just made.
+            update, self._of_chunk = self._of_chunk, {}
+            return input_ids if ids is None else ids[: input_ids.shape[0]], embeds[: input_ids.shape[0]], update
         return input_ids, *self._of_rows.pop()
 
     def _batch(self, input_ids: torch.Tensor, req_infos: list[dict[str, Any]]) -> Any:
@@ -104,6 +112,11 @@ class Talker:
 
     def postprocess(self, hidden_states: torch.Tensor, **_: Any) -> dict[str, Any]:
         return {"hidden_states": {"last": hidden_states[-1:]}}
+
+
+def _anew(updates: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same for the updates of many rows, of which those that share memory still do: a hook cuts them from one."""
+    return copy.deepcopy(updates)
 
 
 def _fresh(value: Any) -> Any:

@@ -98,7 +98,8 @@ class BufferHelper:
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """An owned, contiguous copy on the same device: later writes to ``tensor`` do not reach it (T9)."""
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
+        own = tensor.detach() if tensor.requires_grad else tensor
+        return own.clone(memory_format=torch.contiguous_format)
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One owned block of bytes, uint8 on the same device, with a copy of every tensor, of any shape and dtype (T9).

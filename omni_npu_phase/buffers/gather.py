@@ -33,13 +33,12 @@ class Gathered:
 
         Nothing else may hold these rows when this is called.
         """
-        for index in range(self._owned, len(self._rows)):
-            row = self._rows[index]
-            for part in range(len(row)):
-                if reachable(row[part], held=1) or row[part].is_cpu != self._helper.is_host:
-                    self._rows[index] = tuple(map(self._helper.own, row))
-                    break
-        self._owned = len(self._rows)
+        rows, is_host = self._rows, self._helper.is_host
+        while self._owned < len(rows):
+            row = rows[self._owned]
+            if reachable(row, held=1) or not (is_host or all(part.device == self._helper.device for part in row)):
+                rows[self._owned] = tuple(map(self._helper.own, row))
+            self._owned += 1
 
     def write(self, dests: Sequence[torch.Tensor], start: int) -> None:
         """Copy the rows to each buffer from row ``start`` on, cast to its dtype, and forget them."""

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether anyone else can still write to a tensor that was handed in.
+"""Whether anyone else can still write to tensors that were handed in.
 
 A hook may return the same tensor for every row and fill it anew for the next one, so what it returned must be copied
-before it runs again. A tensor that nobody but its new holders can reach needs no copy for that.
+before it runs again. A tensor that nobody but its new holders can reach needs no copy: it is theirs.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 
@@ -18,29 +19,59 @@ import torch
 _storage_references: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def reachable(tensor: torch.Tensor, held: int) -> bool:
-    """Whether the memory of a tensor can be reached otherwise than by its holders, of which there are ``held``.
+def reachable(tensors: Sequence[torch.Tensor], held: int) -> list[int]:
+    """Positions of tensors whose memory can be reached otherwise than through these tensors and their holders.
 
-    ``held``: how many containers the caller knows to hold it. It must be called with an expression that takes the
-    tensor from one of them: a variable would be one more holder.
+    ``held``: how many containers hold each of them, ``tensors`` among these. The caller must have them in no variable,
+    which would be one more. Tensors that divide a piece of memory among each other alone are not reachable.
     """
-    if sys.getrefcount(tensor) != _UNHELD + held or _storage_references is None:
-        return True
-    # What another class puts around a tensor that is kept has no memory of its own. A weak reference is a way back as
-    # long as anyone holds the tensor.
-    if type(tensor) is not torch.Tensor or weakref.getweakrefcount(tensor):
-        return True
-    storage = tensor.untyped_storage()
-    # Memory that PyTorch did not allocate itself, of an array or of a captured graph, cannot be resized.
-    return (
-        not storage.resizable()
-        or sys.getrefcount(storage) != _OWN_VARIABLE
-        or _storage_references(storage._cdata) != _OWN_STORAGE
-    )
+    if _storage_references is None:
+        return list(range(len(tensors)))
+    found: list[int] = []
+    sharing: dict[int, list[int]] = {}
+    for position in range(len(tensors)):
+        tensor = tensors[position]
+        # What another class puts around a tensor that is kept has no memory of its own. A weak reference is a way back
+        # as long as anyone holds the tensor.
+        if (
+            sys.getrefcount(tensor) != _UNHELD + held
+            or type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or getweakrefcount(tensor)
+        ):
+            found.append(position)
+            continue
+        storage = tensor.untyped_storage()
+        # Memory that PyTorch did not allocate itself, of an array or of a captured graph, cannot be resized.
+        if not storage.resizable() or sys.getrefcount(storage) != _OWN_VARIABLE:
+            found.append(position)
+        elif _storage_references(storage._cdata) != _OWN_STORAGE:
+            sharing.setdefault(storage._cdata, []).append(position)
+    for positions in sharing.values():
+        storage = tensors[positions[0]].untyped_storage()
+        if _storage_references(storage._cdata) != _OWN_STORAGE + len(positions) - 1 or _overlap(tensors, positions):
+            found += positions
+    return found
 
 
-def _references(value: Any) -> int:
-    return sys.getrefcount(value)
+def _overlap(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> bool:
+    """Whether some of these tensors may have an element in common."""
+    extents = []
+    for tensor in map(tensors.__getitem__, positions):
+        if not tensor.is_contiguous():
+            return True
+        extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    extents.sort()
+    return any(stop > start for (_, stop), (start, _) in pairwise(extents))
+
+
+def _references_of_first(values: Sequence[Any]) -> int:
+    """What Python counts for the first of some values, looked at as above."""
+    counts = []
+    for position in range(len(values)):
+        value = values[position]
+        counts.append(sys.getrefcount(value))
+    return counts[0]
 
 
 def _count_own() -> tuple[int, int]:
@@ -50,7 +81,7 @@ def _count_own() -> tuple[int, int]:
     return sys.getrefcount(storage), references
 
 
-_UNHELD = _references(object())
-"""What Python counts for a function's argument that nothing else holds."""
+_UNHELD = _references_of_first([object()]) - 1
+"""What Python counts for a value that nothing but a variable holds while it is looked at."""
 _OWN_VARIABLE, _OWN_STORAGE = _count_own()
 """What Python and PyTorch count for the storage of one tensor while it is looked at. Its object is the same for all."""

@@ -12,13 +12,13 @@ import inspect
 import logging
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from types import CodeType
-from typing import Any
+from typing import Any, TypeAlias
 
 from omni_npu_phase.versions import version_of
 
@@ -44,6 +44,10 @@ class Taken:
     names: tuple[str, ...] = ()
 
 
+HookRows: TypeAlias = "Iterable[tuple[dict[str, Any], str, int, int, Any]]"
+"""Rows about to get a hook call: live buffer, request id, P, C and request state of each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """Everything the mixin takes from one family of released runners."""
@@ -61,8 +65,8 @@ class Runtime:
     """Name of a request's own MTP seed in its sampling parameters' ``extra_args`` (T8)."""
     keywords: tuple[str, ...]
     """What hooks are told beside the three fields."""
-    write_keywords: Callable[[dict[str, Any], str, int, int, Any], None]
-    """Write ``keywords`` into a live buffer: (info, request id, P, C, request state)."""
+    write_keywords: Callable[[HookRows], None]
+    """Write ``keywords`` into the live buffers of rows."""
     attach_infos: Callable[[Any], Callable[[Any, dict[str, Any], str], dict[str, Any]]]
     """Of a runner, what gives a hook its infos: the live buffer, or the release's copy with more in it. (request state,
     live buffer, request id)"""

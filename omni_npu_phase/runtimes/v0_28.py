@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from omni_npu_phase.runtimes import HookRows
 from omni_npu_phase.runtimes.v1 import v1_runtime
 
 
-def write_sampling(info: dict[str, Any], request_id: str, prompt_len: int, num_computed: int, state: Any) -> None:
-    sampling = getattr(state, "sampling_params", None)
-    info["request_id"] = request_id
-    info["duplex_token_offset"] = num_computed
-    info["duplex_prompt_len"] = prompt_len
-    info["_omni_max_tokens"] = getattr(sampling, "max_tokens", None)
-    info["_omni_seed"] = getattr(sampling, "seed", None)
+def write_sampling(rows: HookRows) -> None:
+    for info, request_id, prompt_len, num_computed, state in rows:
+        sampling = getattr(state, "sampling_params", None)
+        info["request_id"] = request_id
+        info["duplex_token_offset"] = num_computed
+        info["duplex_prompt_len"] = prompt_len
+        info["_omni_max_tokens"] = getattr(sampling, "max_tokens", None)
+        info["_omni_seed"] = getattr(sampling, "seed", None)
 
 
 RUNTIME = v1_runtime("0.28", seed_key="tts_local_seed", write_keywords=write_sampling)

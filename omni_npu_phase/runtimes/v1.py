@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_npu_phase.runtimes import Runtime, Taken
+from omni_npu_phase.runtimes import HookRows, Runtime, Taken
 
 _PREPROCESS_VALUES = 6
 MTP_NAMES = (
@@ -26,16 +26,17 @@ MTP_NAMES = (
 _EAGER = "vllm.config:CUDAGraphMode.NONE"
 
 
-def write_request_id(info: dict[str, Any], request_id: str, prompt_len: int, num_computed: int, state: Any) -> None:
+def write_request_id(rows: HookRows) -> None:
     """The one further hook keyword of releases up to 0.24."""
-    info["request_id"] = request_id
+    for info, request_id, *_ in rows:
+        info["request_id"] = request_id
 
 
 def v1_runtime(
     release: str,
     *,
     seed_key: str,
-    write_keywords: Callable[[dict[str, Any], str, int, int, Any], None],
+    write_keywords: Callable[[HookRows], None],
     mtp_parameters: tuple[str, ...] = ("decode_req_ids", "inputs_embeds", "start_offsets"),
     mtp_names: tuple[str, ...] = MTP_NAMES,
     mtp_seeds: bool = True,
@@ -54,7 +55,7 @@ def v1_runtime(
     how that function calls the graph mode.
     """
     keywords: dict[str, Any] = {}
-    write_keywords(keywords, "", 0, 0, None)
+    write_keywords([(keywords, "", 0, 0, None)])
     methods = {
         "_preprocess": Taken(
             ("scheduler_output", "num_input_tokens", "intermediate_tensors"),
@@ -147,10 +148,13 @@ def _place(where: str) -> tuple[ModuleType, Callable[[Any], Any]]:
 
 
 def _mtp_graph(runner: Any, rows: int) -> tuple[Any, Any, int]:
+    # For a few rows np.ones takes several times as long.
+    spans = np.empty(rows, dtype=np.int32)
+    spans.fill(1)
     mode, descriptor, *_ = runner._determine_batch_execution_and_padding(
         num_tokens=rows,
         num_reqs=rows,
-        num_scheduled_tokens_np=np.ones(rows, dtype=np.int32),
+        num_scheduled_tokens_np=spans,
         max_num_scheduled_tokens=1,
         use_cascade_attn=False,
     )

@@ -209,6 +209,12 @@ def _progress_for_postprocess(original: Any, runner: Any, *args: Any) -> None:
     original(runner, *args)
 
 
+def _given(original: Any, port: Any, row: int) -> dict[str, Any]:
+    port.__dict__.setdefault("_given", set()).add(row)
+    info: dict[str, Any] = original(port, row)
+    return info
+
+
 def _live_only_once(original: Any, port: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
     given = port.__dict__.setdefault("_given", set())
     again = given.issuperset(rows)
@@ -216,13 +222,15 @@ def _live_only_once(original: Any, port: Any, rows: Sequence[int]) -> list[dict[
     return [dict(info) if again else info for info in original(port, rows)]
 
 
+_LIVE_ONLY_ONCE = Change(_Port, "info", _given), Change(_Port, "infos", _live_only_once)
+
+
 def _bare(info: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in info.items() if name not in FIELDS}
 
 
 def _infos_reversed(original: Any, port: Any, run: Run, infos: list[dict[str, Any]], ids: Any) -> Any:
-    own = [port._keywords(row, info) for row, info in zip(run.rows, infos, strict=True)]
-    return port.model.preprocess_decode_batch(input_ids=ids, req_infos=own[::-1])
+    return port.model.preprocess_decode_batch(input_ids=ids, req_infos=infos[::-1])
 
 
 def _without_ids(original: Any, port: Any, row: Any, infos: Any, ids: Any, *rest: Any) -> Any:
@@ -396,7 +404,7 @@ def _copied_backwards(original: Any, helper: Any, dest: torch.Tensor, rows: Any,
 
 def _whole_result(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
     result = original(call, raw, **keywords)
-    return replace(result, rows=len(raw[1]), embeds=raw[1]) if len(raw[1]) > keywords["span"] else result
+    return result._replace(rows=len(raw[1]), embeds=raw[1]) if len(raw[1]) > keywords["span"] else result
 
 
 def _report(strict: bool, on: str) -> Change:
@@ -630,9 +638,9 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(_Port, "call_scalar",
                    lambda original, port, row, info, *rest: original(port, row, copy.deepcopy(info), *rest)),)),
     Mutant("returned-fields-stored", ("M9",), "fields that hooks return are stored, and not written over",
-           (Change(routing, "storable", lambda original, update: update), Change(_Port, "infos", _live_only_once))),
+           (Change(routing, "storable", lambda original, update: update), *_LIVE_ONLY_ONCE)),
     Mutant("fields-left-to-hooks", ("M9",), "fields that a hook changed in what it was handed stay changed",
-           (Change(_Port, "infos", _live_only_once),)),
+           _LIVE_ONLY_ONCE),
     Mutant("postprocess-fields", ("M9",), "postprocess reads another progress and phase than the hooks did",
            (Change(PhaseRoutingMixin, "_process_additional_information_updates", _progress_for_postprocess),)),
     Mutant("batch-hook-after-the-hooks", ("M10",), "preprocess_batch runs behind the per-row hooks",

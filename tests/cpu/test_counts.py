@@ -45,21 +45,18 @@ def test_work_does_not_grow_with_decode_rows(mixed: type, hook: Any, updates: An
 @pytest.mark.parametrize("rows", ROWS)
 @updates_of
 @hooks
-def test_what_is_allocated_is_owned_by_others(mixed: type, hook: Any, updates: Any, rows: int) -> None:
-    """The codes, one block for each kind of update, and the ids that a batched hook may keep."""
-    operations = count_step(mixed, _case(rows, hook, updates))
-    assert operations.allocated == 1 + (updates == "talker") + (hook == "batched"), operations.work
+def test_nothing_is_allocated_but_the_codes(mixed: type, hook: Any, updates: Any, rows: int) -> None:
+    """They are MTP's own memory, and stored as an owned block. What hooks hand over and do not keep is no copy."""
+    assert count_step(mixed, _case(rows, hook, updates)).allocated == 1
 
 
-@pytest.mark.parametrize("rows", [8, 64, 256])
+@pytest.mark.parametrize("rows", [2, 3, 8, 64, 256])
 @updates_of
 @hooks
 def test_scattered_rows_cost_the_same_whatever_their_number(mixed: type, hook: Any, updates: Any, rows: int) -> None:
-    chunk = _case(8, hook, updates, mix="mixed", chunk=16)
-    few = count_step(mixed, chunk)
-    many = count_step(mixed, _case(rows, hook, updates, mix="mixed", chunk=16))
-    assert many.work == few.work
-    assert many.views.total() <= few.views.total()
+    operations = count_step(mixed, _case(rows, hook, updates, mix="mixed", chunk=16))
+    assert operations.work.total() <= 12, operations.work
+    assert operations.views.total() <= 32, operations.views
 
 
 @hooks
@@ -86,25 +83,24 @@ def _row_copies(helper: Any, dest: torch.Tensor, source: torch.Tensor) -> None:
         dest[index].copy_(source[index])
 
 
-def _always(tensor: torch.Tensor, held: int) -> bool:
-    return True
+def _always(tensors: Any, held: int) -> list[int]:
+    return list(range(len(tensors)))
 
 
 @pytest.mark.parametrize(
-    ("hook", "owner", "name", "instead"),
+    ("hook", "changes"),
     [
-        ("scalar", BufferHelper, "gather", _row_by_row),
-        ("scalar", BufferHelper, "join", _one_by_one),
-        ("batched", BufferHelper, "join", _one_by_one),
-        ("batched", BufferHelper, "copy", _row_copies),
-        ("scalar", gather, "reachable", _always),
+        ("scalar", [(BufferHelper, "gather", _row_by_row)]),
+        ("scalar", [(state, "reachable", _always)]),
+        ("batched", [(state, "reachable", _always), (BufferHelper, "join", _one_by_one)]),
+        ("batched", [(BufferHelper, "copy", _row_copies)]),
+        ("scalar", [(gather, "reachable", _always)]),
     ],
     ids=["rows-copied", "rows-stored", "updates-stored", "parts-copied", "rows-owned-at-once"],
 )
-def test_per_row_operations_are_caught(
-    mixed: type, hook: Any, owner: Any, name: str, instead: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, instead)
+def test_per_row_operations_are_caught(mixed: type, hook: Any, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name, instead in changes:
+        monkeypatch.setattr(owner, name, instead)
     assert count_step(mixed, _case(64, hook, "talker")).work.total() > 9 + 60
 
 
@@ -155,14 +151,14 @@ def test_a_tensor_that_a_hook_fills_again_is_copied_at_once(mixed: type, release
 
 @pytest.mark.parametrize("module", [gather, state])
 def test_waiting_for_everything_is_caught(mixed: type, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "reachable", lambda tensor, held: False)
+    monkeypatch.setattr(module, "reachable", lambda tensors, held: [])
     in_mtp, stored = _rows_of_one_tensor(mixed)
     assert in_mtp == [[4] * 4] * 3 or stored == [4] * 8
 
 
 @pytest.mark.parametrize("rows", [3, 5])
 def test_a_tensor_that_a_batched_hook_fills_again_is_copied_at_once(mixed: type, rows: int) -> None:
-    """Also in a run of one row, whose updates may wait: the hook of the next run may fill them."""
+    """Also in a run of one row: the hook of the next run may fill it."""
     with engineless():
         steps = Steps(mixed, _case(rows, "batched", mix="mixed", chunk=4), torch.device("cpu"))
         model, reused = steps.model, torch.zeros(1)

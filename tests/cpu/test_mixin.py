@@ -446,12 +446,12 @@ def test_an_output_thread_does_not_join_the_writes_of_a_step(bare: Any) -> None:
         seen.append(bare.model_intermediate_buffer["r2"]["last"].item())
 
     with phase.writing() as writes:
-        writes.store(["r1"], [{"mine": torch.ones(1)}])
+        writes.store("r1", {"mine": torch.ones(1)})
         thread = threading.Thread(target=postprocess)
         thread.start()
         thread.join()
         assert seen == [1.0]
-        assert [stored.key for stored in writes._new] == ["mine"]
+        assert [key for _, key, _ in writes._new.places] == ["mine"]
     assert bare.model_intermediate_buffer["r1"]["mine"].item() == 1.0
 
 
@@ -462,18 +462,20 @@ def test_what_postprocess_and_payloads_may_not_store(bare: Any) -> None:
     assert bare.model_intermediate_buffer["r1"] == {"_omni_prompt_len": 5, "x": 1}
 
 
-def test_a_batched_hook_may_keep_the_ids_of_rows_that_go_to_mtp(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[tuple[torch.Tensor, list[int]]] = []
+def test_ids_that_a_batched_hook_changes_in_place_are_the_steps(
+    mixed: type, released: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets a slice of the step's buffer, as scalar hooks do: the change is there without a copy (R7)."""
     original = RecordingModel._preprocess_decode_batch
 
-    def keeping(model: Any, input_ids: torch.Tensor, req_infos: Any) -> Any:
-        kept.append((input_ids, input_ids.tolist()))
-        return original(model, input_ids, req_infos)
+    def changing(model: Any, input_ids: torch.Tensor, req_infos: Any) -> Any:
+        input_ids.fill_(7)
+        return (input_ids, *original(model, input_ids, req_infos)[1:])
 
-    monkeypatch.setattr(RecordingModel, "_preprocess_decode_batch", keeping)
-    _run(mixed, "adjacent-decodes")
-    assert len(kept) > 1
-    assert all(ids.tolist() == as_given for ids, as_given in kept)
+    monkeypatch.setattr(RecordingModel, "_preprocess_decode_batch", changing)
+    ours, theirs = (_run(cls, "adjacent-decodes") for cls in (mixed, released))
+    assert [step.returned_ids for step in ours.steps] == [step.returned_ids for step in theirs.steps]
+    assert any(7 in step.returned_ids for step in ours.steps)
 
 
 # Edges that no scenario reaches.

@@ -81,11 +81,25 @@ KEPT: dict[str, Callable[[], torch.Tensor]] = {
 def test_nobody_reaches_a_new_tensor(make: Callable[[], torch.Tensor], inference: bool) -> None:
     with torch.inference_mode(inference):
         row = [make()]
-        # An assertion would hold the tensor itself.
-        alone = reachable(row[0], held=1)
+        alone = reachable(row, held=1)
         live = {"x": row[0]}
-        shared, counted = reachable(row[0], held=1), reachable(live["x"], held=2)
-    assert (alone, shared, counted) == (False, True, False)
+        shared, counted = reachable(row, held=1), reachable(row, held=2)
+    assert (alone, shared, counted, len(live)) == ([], [0], [], 1)
+
+
+def _parts(count: int) -> list[torch.Tensor]:
+    return list(torch.ones(4, 3)[:count].unbind())
+
+
+def test_memory_that_tensors_share_with_each_other_alone_is_theirs() -> None:
+    with torch.inference_mode():
+        rows = _parts(4)
+        assert reachable(rows, held=1) == []
+        some = _parts(4)
+        kept = some.pop(1)
+        assert reachable(some, held=1) == [0, 1, 2]
+        mixed = [torch.ones(2), *_parts(2), kept[:1], torch.zeros(2)]
+        assert reachable(mixed, held=1) == [3]
 
 
 @pytest.mark.parametrize("inference", [True, False])
@@ -93,12 +107,11 @@ def test_nobody_reaches_a_new_tensor(make: Callable[[], torch.Tensor], inference
 def test_what_is_kept_is_reachable(make: Callable[[], torch.Tensor], inference: bool) -> None:
     with torch.inference_mode(inference):
         row = [make()]
-        found = reachable(row[0], held=1)
-    assert found
+        found = reachable(row, held=1)
+    assert found == [0]
 
 
 def test_without_pytorchs_count_everything_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "_storage_references", None)
     row = [torch.ones(1)]
-    found = reachable(row[0], held=1)
-    assert found
+    assert reachable(row, held=1) == [0]

@@ -34,7 +34,7 @@ def _store(runner: Any, updates: list[Any], make: type[BufferHelper] = CpuBuffer
     """Each update on its own, for request a."""
     writes = StateWrites(runner, make(CPU))
     for update in updates:
-        writes.store(["a"], [update])
+        writes.store("a", update)
         writes.finish()
 
 
@@ -96,11 +96,11 @@ def test_stored_tensors_are_owned_and_contiguous(make: type[BufferHelper], updat
     assert all(stored.is_contiguous() for stored in _tensors(runner.model_intermediate_buffer))
 
 
-@pytest.mark.parametrize("copies", ["own", "settle"])
+@pytest.mark.parametrize("copies", ["own", "finish"])
 def test_tensors_are_copied_before_a_hook_can_fill_them_again(copies: str) -> None:
     runner = _runner()
     writes, reused = StateWrites(runner, CpuBufferHelper(CPU)), torch.tensor([1])
-    writes.store(["a"], [{"x": reused, "many": [reused]}])
+    writes.store("a", {"x": reused, "many": [reused]})
     getattr(writes, copies)()
     reused.fill_(2)
     writes.finish()
@@ -108,26 +108,63 @@ def test_tensors_are_copied_before_a_hook_can_fill_them_again(copies: str) -> No
     assert info["x"].tolist() == info["many"][0].tolist() == [1]
 
 
-def test_tensors_that_nobody_else_holds_wait_for_others() -> None:
-    """They are copied once, together with those of the rows behind them, and are in their places meanwhile."""
-    runner, joined = _runner(SimpleNamespace, "a", "b"), []
-    helper = CpuBufferHelper(CPU)
+def _new(number: int) -> dict[str, Any]:
+    return {"x": torch.full((2,), number)}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_only_what_somebody_else_can_reach_is_copied(kept: bool) -> None:
+    """The rest is owned as it is; what is copied is copied together, and at once."""
+    runner, helper, joined = _runner(SimpleNamespace, "a", "b"), CpuBufferHelper(CPU), []
     writes, join = StateWrites(runner, helper), helper.join
     helper.join = lambda tensors: joined.append(len(tensors)) or join(tensors)  # type: ignore[method-assign, func-returns-value]
-    for number, request in enumerate(("a", "b")):
-        writes.store([request], [{"x": torch.full((2,), number)}])
-        writes.own()
-        assert runner.model_intermediate_buffer[request]["x"].tolist() == [number] * 2
-    assert joined == []
+    updates = [_new(number) for number in range(2)]
+    pointers = [update["x"].data_ptr() for update in updates]
+    for request in "ba":
+        writes.store(request, updates[-1] if kept else updates.pop())
+        if kept:
+            updates.insert(0, updates.pop())
+    writes.own()
+    live = [runner.model_intermediate_buffer[request]["x"] for request in "ab"]
+    assert joined == ([2] if kept else [])
+    assert [tensor.data_ptr() == pointer for tensor, pointer in zip(live, pointers, strict=True)] == [not kept] * 2
+    assert [tensor.tolist() for tensor in live] == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda: torch.zeros(1 << 12)[:4], lambda: torch.zeros(4, 4).t(), lambda: torch.zeros(4, requires_grad=True) * 2],
+    ids=["a small part of a large one", "not contiguous", "of a graph"],
+)
+def test_what_is_stored_is_contiguous_memory_of_its_own(part: Any) -> None:
+    runner = _runner()
+    writes = StateWrites(runner, CpuBufferHelper(CPU))
+    writes.store("a", {"x": part()})
     writes.finish()
-    assert joined == [2]
-    assert [info["x"].tolist() for info in runner.model_intermediate_buffer.values()] == [[0, 0], [1, 1]]
+    stored = runner.model_intermediate_buffer["a"]["x"]
+    assert stored.is_contiguous()
+    assert stored.untyped_storage().nbytes() == stored.nbytes
+    assert not stored.requires_grad
+
+
+def test_tensors_with_an_element_in_common_become_each_requests_own() -> None:
+    runner = _runner(SimpleNamespace, "a", "b")
+    writes = StateWrites(runner, CpuBufferHelper(CPU))
+    with torch.inference_mode():
+        for request, view in zip("ab", torch.zeros(3).unfold(0, 2, 1).unbind(), strict=True):
+            writes.store(request, {"x": view})
+        del view
+        writes.finish()
+        a, b = (runner.model_intermediate_buffer[request]["x"] for request in "ab")
+        a.fill_(1)
+    assert b.tolist() == [0, 0]
 
 
 def test_a_large_value_ends_with_its_request() -> None:
     runner = _runner(SimpleNamespace, "a", "b")
     writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store(["a", "b"], [{"prompt": torch.zeros(1 << 15)}, {"prompt": torch.zeros(1 << 15)}])
+    for request, prompt in zip("ab", torch.zeros(2, 1 << 15), strict=True):
+        writes.store(request, {"prompt": prompt})
     writes.finish()
     stored = [info["prompt"] for info in runner.model_intermediate_buffer.values()]
     assert [tensor.untyped_storage().nbytes() for tensor in stored] == [4 << 15] * 2
@@ -173,7 +210,8 @@ def test_list_handed_in_stays_the_hooks_own() -> None:
 def test_requests_without_state_are_passed_over() -> None:
     runner = _runner()
     writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store(["gone", "a"], [{"x": 1}, {"x": 2}])
+    writes.store("gone", {"x": 1})
+    writes.store("a", {"x": 2})
     writes.finish()
     assert runner.model_intermediate_buffer == {"a": {"x": 2}}
 
@@ -181,11 +219,10 @@ def test_requests_without_state_are_passed_over() -> None:
 def test_updates_reach_their_own_request() -> None:
     runner = _runner(SimpleNamespace, "a", "b")
     writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store(["a", "b"], [{"x": torch.tensor(1)}, {"x": torch.tensor(2)}])
+    writes.store("a", {"x": torch.tensor(1)})
+    writes.store("b", {"x": torch.tensor(2)})
     writes.finish()
     assert {request: int(info["x"]) for request, info in runner.model_intermediate_buffer.items()} == {"a": 1, "b": 2}
-    with pytest.raises(ValueError, match="zip"):
-        writes.store(["a", "b"], [{}])
 
 
 def test_models_without_resident_keys() -> None:
@@ -218,8 +255,8 @@ def test_what_leaves_the_device_leaves_in_one_transfer() -> None:
     runner, helper = _runner(SimpleNamespace, "a", "b"), _Elsewhere()
     writes = StateWrites(runner, helper)
     resident, host = _on_device(2), torch.ones(1)
-    writes.store(["a"], [{"x": _on_device(3), "codes": {"audio": resident}, "host": host}])
-    writes.store(["b"], [{"meta": {"y": _on_device()}, "many": [_on_device(1), host]}])
+    writes.store("a", {"x": _on_device(3), "codes": {"audio": resident}, "host": host})
+    writes.store("b", {"meta": {"y": _on_device()}, "many": [_on_device(1), host]})
     writes.finish()
     a, b = runner.model_intermediate_buffer["a"], runner.model_intermediate_buffer["b"]
     assert a["codes"]["audio"].device.type == "meta"
@@ -238,7 +275,7 @@ def test_device_tensor_that_is_stored_leaves_unless_it_is_resident() -> None:
     stray, resident = _on_device(1), _on_device(1)
     runner.model_intermediate_buffer["a"] = {"x": stray, "codes": {"audio": resident}}
     writes = StateWrites(runner, helper)
-    writes.store(["a"], [{"x": stray, "codes": {"audio": resident}}])
+    writes.store("a", {"x": stray, "codes": {"audio": resident}})
     writes.finish()
     info = runner.model_intermediate_buffer["a"]
     assert info["x"].device == CPU
@@ -248,7 +285,7 @@ def test_device_tensor_that_is_stored_leaves_unless_it_is_resident() -> None:
 def test_what_leaves_the_device_is_there_for_later_hooks_of_the_step() -> None:
     runner = _runner()
     writes = StateWrites(runner, _Elsewhere())
-    writes.store(["a"], [{"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}}])
+    writes.store("a", {"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}})
     info = runner.model_intermediate_buffer["a"]
     assert sorted(tuple(tensor.shape) for tensor in _tensors(info)) == [(1,), (2,), (3,)]
 
@@ -256,7 +293,7 @@ def test_what_leaves_the_device_is_there_for_later_hooks_of_the_step() -> None:
 def test_what_leaves_the_device_arrives_in_a_buffer_that_replaced_its_own() -> None:
     runner = _runner()
     writes = StateWrites(runner, _Elsewhere())
-    writes.store(["a"], [{"x": _on_device(3), "many": [_on_device(1), 2], "meta": {"y": _on_device(2)}, "z": 1}])
+    writes.store("a", {"x": _on_device(3), "many": [_on_device(1), 2], "meta": {"y": _on_device(2)}, "z": 1})
     before = runner.model_intermediate_buffer["a"]
     replaced = {"x": before["x"], "many": list(before["many"]), "meta": {**before["meta"], "other": _on_device(5)}}
     runner.model_intermediate_buffer["a"] = replaced
@@ -273,12 +310,12 @@ def test_what_leaves_the_device_arrives_in_a_buffer_that_replaced_its_own() -> N
 def test_what_is_written_after_a_buffer_was_replaced_leaves_the_rest_its_way(codes: bool) -> None:
     runner = _runner()
     writes = StateWrites(runner, _Elsewhere())
-    writes.store(["a"], [{"x": _on_device(3), "many": [_on_device(1)]}])
+    writes.store("a", {"x": _on_device(3), "many": [_on_device(1)]})
     runner.model_intermediate_buffer["a"] = replaced = dict(runner.model_intermediate_buffer["a"])
     if codes:
         writes.store_codes(["a"], ("codes", "other"), _on_device(1, 2), {})
     else:
-        writes.store(["a"], [{"codes": {"other": _on_device(1, 2)}}])
+        writes.store("a", {"codes": {"other": _on_device(1, 2)}})
     writes.finish()
     assert [tensor.device for tensor in _tensors(replaced)] == [CPU] * 3
 
@@ -286,7 +323,7 @@ def test_what_is_written_after_a_buffer_was_replaced_leaves_the_rest_its_way(cod
 def test_a_value_on_its_way_that_a_hook_puts_elsewhere_in_its_buffer_arrives_there() -> None:
     runner = _runner()
     writes = StateWrites(runner, _Elsewhere())
-    writes.store(["a"], [{"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}}])
+    writes.store("a", {"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}})
     info = runner.model_intermediate_buffer["a"]
     info["moved"], info["z"] = info.pop("x"), info["meta"].pop("y")
     info["many"].insert(0, "first")
@@ -301,7 +338,7 @@ def test_a_value_on_its_way_that_a_hook_puts_elsewhere_in_its_buffer_arrives_the
 def test_a_hook_that_writes_over_a_value_on_its_way_keeps_what_it_wrote() -> None:
     runner = _runner()
     writes = StateWrites(runner, _Elsewhere())
-    writes.store(["a"], [{"x": _on_device(3), "y": _on_device(1), "many": [_on_device(1), _on_device(1)]}])
+    writes.store("a", {"x": _on_device(3), "y": _on_device(1), "many": [_on_device(1), _on_device(1)]})
     info = runner.model_intermediate_buffer["a"]
     info["x"] = "own"
     del info["y"], info["many"][1]
@@ -315,12 +352,12 @@ class _Mapping(UserDict[Any, Any]):
     """A kind of mapping of a model's own."""
 
 
-@pytest.mark.parametrize("copies", ["own", "settle"])
+@pytest.mark.parametrize("copies", ["own", "finish"])
 def test_a_group_that_is_a_mapping_of_the_models_own(copies: str) -> None:
     runner, group, reused = _runner(), _Mapping(), torch.ones(1)
     runner.model_intermediate_buffer["a"] = {"meta": group}
     writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store(["a"], [{"meta": {"x": reused, "gone": reused}}])
+    writes.store("a", {"meta": {"x": reused, "gone": reused}})
     del group["gone"]
     getattr(writes, copies)()
     reused.zero_()
@@ -333,7 +370,8 @@ def test_host_tensors_beside_device_tensors() -> None:
     """As released: a host tensor under a resident key is kept on the host, and codes may be made there."""
     runner, host = _runner(), torch.arange(2)
     writes = StateWrites(runner, _Elsewhere())
-    writes.store(["a"], [{"codes": {"audio": host}, "x": _on_device(1)}])
+    writes.store("a", {"codes": {"audio": host}, "x": _on_device(1)})
+    writes.own()
     audio = runner.model_intermediate_buffer["a"]["codes"]["audio"]
     writes.store_codes(["a"], ("codes", "other"), host.reshape(1, 2), {("meta", "valid"): torch.tensor([True])})
     host.zero_()
@@ -406,7 +444,7 @@ def test_later_write_of_a_step_wins(resident: bool) -> None:
     key = RESIDENT if resident else ("codes", "elsewhere")
     writes = StateWrites(runner, CpuBufferHelper(CPU))
     # A hook marks its frame as invalid, then MTP makes one.
-    writes.store(["a"], [{"meta": {"valid": torch.tensor(False)}}])
+    writes.store("a", {"meta": {"valid": torch.tensor(False)}})
     writes.store_codes(["a"], key, torch.ones(1, 2), {("meta", "valid"): torch.tensor([True])})
     writes.finish()
     assert bool(runner.model_intermediate_buffer["a"]["meta"]["valid"]) is True
@@ -431,6 +469,9 @@ def test_live_info_is_made_once_and_mirrored() -> None:
 def test_a_small_value_does_not_keep_a_large_one_alive() -> None:
     runner = _runner(SimpleNamespace, "a", "b")
     writes = StateWrites(runner, CpuBufferHelper(torch.device("cpu")))
-    writes.store(["a", "b"], [{"prompt": torch.zeros(1000)}, {"speaker": torch.zeros(4)}])
+    memory = torch.zeros(1004)
+    writes.store("a", {"prompt": memory[:1000]})
+    writes.store("b", {"speaker": memory[1000:]})
+    del memory
     writes.finish()
     assert runner.model_intermediate_buffer["b"]["speaker"].untyped_storage().nbytes() == 16

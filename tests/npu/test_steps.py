@@ -170,7 +170,7 @@ def test_host_tensors_are_stored_beside_device_tensors(
     monkeypatch.setattr(Talker, "talker_mtp", lambda talker, ids, *rest, **_: (talker.hidden[: ids.shape[0]], made))
     own = {"hidden_states": {"last": torch.ones(4)}, "x": made}
     monkeypatch.setattr(talkers.Qwen3Tts, "batched", lambda talker, rows: [own] * 8)
-    monkeypatch.setattr(talkers, "_fresh", lambda value: value)
+    monkeypatch.setattr(talkers, "_anew", lambda updates: updates)
     counting, instance = count_step(runner.autoregressive, 8, "batched", "talker", resident, device, emulated)
     info = instance.model_intermediate_buffer["r3"]
     assert info["codes"]["audio"].tolist() == [list(range(48, 64))]
