@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -79,7 +80,7 @@ def unwatch_instances() -> None:
             cls.__init__ = own  # type: ignore[misc]
 
 
-class _Observer:
+class _Observer(ABC):
     """What the observers of both families do: the step under way, the model's hooks, and the recorder."""
 
     family: str
@@ -140,12 +141,13 @@ class _Observer:
         self._number += step is not None
         return step
 
+    @abstractmethod
     def _snapshot(self, *args: Any, **keywords: Any) -> Observed | None:
         """The step's rows from the arguments of the method that begins it; None where it has none to record."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _watch_hooks(self) -> None:
-        raise NotImplementedError
+        """Stand before the hooks of the model that is there now."""
 
     def _batched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -205,9 +207,9 @@ class _Observer:
         phase = self.runner.__dict__.get("_omni_npu_phase")
         return phase is not None and phase.mode != "off"
 
+    @abstractmethod
     def _offers(self) -> tuple[bool, bool, bool]:
         """Whether the model has a batched hook, whether that gathers its rows, and whether there is MTP."""
-        raise NotImplementedError
 
 
 class _RunnerObserver(_Observer):
