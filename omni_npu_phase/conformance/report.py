@@ -131,7 +131,8 @@ class Report:
         """Clause, tier, status, failing scenarios and what was seen: one row per clause of a mode."""
         for result in self.of(mode):
             failing = ", ".join(result.scenarios) if result.status not in ("pass", "not_applicable") else ""
-            yield result.id, result.tier, result.status, failing, result.detail or CLAUSES[result.id].sentence
+            seen = one_line(result.detail) or CLAUSES[result.id].sentence
+            yield result.id, result.tier, result.status, failing, seen
 
     def counts(self, mode: str) -> str:
         counts = self.summary()[mode]
@@ -173,6 +174,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def one_line(text: str) -> str:
+    """Somebody else's text, for a message or a cell: its lines put together."""
+    return " ".join(filter(None, map(str.strip, text.splitlines())))
 
 
 def few(failing: str) -> str:

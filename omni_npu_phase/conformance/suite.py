@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from omni_npu_phase.conformance import parity
-from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, verdict
+from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, one_line, verdict
 from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario, Variant
 from omni_npu_phase.contract import CLAUSES, Tier
 from omni_npu_phase.runtimes import v2
@@ -112,10 +112,10 @@ def load(module: str, attribute: str) -> Any:
             advice = " Install vLLM-Omni with the vLLM it belongs to, or run ci/verify, which makes an environment."
         if (error.name or "").split(".")[0] in ("torch_npu", "vllm_ascend"):
             advice = " Run in a vLLM-Omni Ascend image, or with --device emulated."
-        raise NoRuntimeError(f"cannot import {module}: {error}.{advice}") from error
+        raise NoRuntimeError(f"cannot import {module}: {one_line(str(error))}.{advice}") from error
     except (Exception, SystemExit) as error:
         # Whatever the module itself raises: it cannot be judged, which is not a failed contract.
-        raise NoRuntimeError(f"cannot import {module}: {type(error).__name__}: {error}") from error
+        raise NoRuntimeError(f"cannot import {module}: {_told(error)}") from error
     if found is None:
         raise NoRuntimeError(f"{module} has no {attribute}")
     return found
@@ -126,7 +126,11 @@ def call_factory(factory: Callable[[], Any], name: str) -> Any:
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise NoRuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise NoRuntimeError(f"{name} raised {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(str(error))}"
 
 
 def described(value: Any) -> str:
@@ -160,7 +164,7 @@ def prepare_device(name: str) -> str:
         try:
             module = importlib.import_module("torch_npu")
         except ImportError as error:
-            raise NoRuntimeError(f"no NPU: cannot import torch_npu ({error})") from error
+            raise NoRuntimeError(f"no NPU: cannot import torch_npu ({one_line(str(error))})") from error
         if not module.npu.is_available():
             raise NoRuntimeError("no NPU: torch_npu finds no device; see npu-smi info")
     return name

@@ -126,6 +126,7 @@ def test_wrong_use(arguments: tuple[str, ...], advice: str) -> None:
     [
         ("class Runner(", "cannot import own_runner: SyntaxError: "),
         ("raise RuntimeError('no licence')", "cannot import own_runner: RuntimeError: no licence"),
+        ("raise ImportError('no\\n driver')", "cannot import own_runner: no driver."),
         ("import sys; sys.exit(0)", "cannot import own_runner: SystemExit: 0"),
         ("import os\nos.no_such_name", "cannot import own_runner: AttributeError: module 'os' has no"),
         ("", "own_runner has no Runner"),

@@ -28,6 +28,9 @@ _FACTORIES = """
 def raises():
     raise OSError("no device here")
 
+def raises_in_lines():
+    raise OSError("no device\\n\\n  here\\n")
+
 def leaves():
     raise SystemExit(3)
 
@@ -326,6 +329,8 @@ def test_report(kit: Kit) -> None:
     ("arguments", "told"),
     [
         (["--phase-runner", "runners:raises"], "runners:raises raised OSError: no device here"),
+        (["--phase-runner", "runners:raises_in_lines"], "runners:raises_in_lines raised OSError: no device here"),
+        (["--phase-model", "runners:raises_in_lines"], "runners:raises_in_lines raised OSError: no device here"),
         (["--phase-runner", "runners:leaves"], "runners:leaves raised SystemExit: 3"),
         (["--phase-runner", "runners:gives_nothing"], "runners:gives_nothing returned None, which is no class"),
         (["--phase-runner", "runners:gives_an_instance"], "returned a object, which is no class"),
@@ -374,7 +379,7 @@ def test_a_runner_that_cannot_be_set_up_is_an_error_of_its_own_clauses(kit: Kit)
         "from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner\n"
         "class Broken(GPUARModelRunner):\n"
         "    def _make_buffer(self, *args, **keywords):\n"
-        "        raise OSError('no buffers here')\n",
+        "        raise OSError('no buffers\\n  here')\n",
         encoding="utf-8",
     )
     found = kit.outcomes("--phase-runner", "broken:Broken", "--phase-report", "r.md", "-ktable-scalar-mtp]")
@@ -383,7 +388,9 @@ def test_a_runner_that_cannot_be_set_up_is_an_error_of_its_own_clauses(kit: Kit)
         "error",
     )
     assert set(found.values()) == {"error", "skipped"}
-    assert "| M5 | required | error | table |" in (kit.folder / "r.md").read_text(encoding="utf-8")
+    (row,) = (line for line in (kit.folder / "r.md").read_text(encoding="utf-8").splitlines() if "| M5 |" in line)
+    assert row.startswith("| M5 | required | error | table |")
+    assert "OSError: no buffers here" in row
 
 
 def test_scenarios_that_a_runner_cannot_be_in_are_skipped_with_the_reason(kit: Kit) -> None:
