@@ -175,11 +175,9 @@ def _chosen_scenarios(ids: Sequence[str] | None) -> tuple[Scenario, ...]:
 
 
 def _read_xfails(path: Path | None) -> dict[str, str]:
-    if path is None:
-        return {}
     try:
-        return reports.parse_xfails(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+        return reports.read_xfails(path)
+    except ValueError as error:
         console.stop(f"--xfail {path}: {error}")
 
 

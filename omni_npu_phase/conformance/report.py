@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
@@ -185,6 +186,18 @@ def few(failing: str) -> str:
     """Names of failing scenarios, for where there is little room."""
     names = failing.split(", ")
     return failing if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def read_xfails(path: Path | None, known: Collection[str] = CLAUSES) -> dict[str, str]:
+    """:func:`parse_xfails` of a file; nothing without one. Raises ValueError also where it cannot be read."""
+    if path is None:
+        return {}
+    try:
+        return parse_xfails(path.read_text(encoding="utf-8-sig"), known)
+    except FileNotFoundError:
+        raise ValueError("there is no such file") from None
+    except OSError as error:
+        raise ValueError(error.strerror) from error
 
 
 def parse_xfails(text: str, known: Collection[str] = CLAUSES) -> dict[str, str]:

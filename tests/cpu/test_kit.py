@@ -341,7 +341,7 @@ def test_report(kit: Kit) -> None:
         (["--phase-runner", "nothing"], "a runner is gpu-v1, gpu-v2, npu-v1 or MODULE:CLASS, not 'nothing'"),
         (["--phase-runner", "runners:mixed"], "judge it with --phase-mode mixin"),
         (["--phase-runner", "runners:released", "--phase-device", "npu"], "no NPU: "),
-        (["--phase-runner", "gpu-v1", "--phase-xfail", "absent"], "--phase-xfail absent: "),
+        (["--phase-runner", "gpu-v1", "--phase-xfail", "absent"], "--phase-xfail absent: there is no such file"),
         (["--phase-runner", "gpu-v1", "--phase-xfail", "runners.py"], "--phase-xfail runners.py: line 2"),
         (["--phase-runner", "gpu-v1", "--phase-report", "absent/report.md"], "there is no folder absent"),
         (["--phase-runner", "gpu-v1", "--phase-report", "."], "this is a folder"),
