@@ -104,7 +104,7 @@ class Report:
             yield "  with the mixin", runner["refused"] or _failing(runner["mixin"])
         if self.model:
             for found in self.model["looks"]:
-                yield "model", f"{found['cls']} {found['verdict']}: {found['reason']} of {found['file']}"
+                yield "model", f"{found['cls']} {found['verdict']}: {found['reason']}, in {found['file']}"
             if any(found["findings"] for found in self.model["looks"]):
                 yield "  in detail", f"omni-npu-phase lint {' '.join(sorted({f['file'] for f in self.model['looks']}))}"
         yield "runner", self.runner_verdict

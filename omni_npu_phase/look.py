@@ -67,17 +67,11 @@ def _look_at_module(model: str) -> list[Look]:
 
 
 def _look_at_checkpoint(folder: Path) -> list[Look]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architectures = config["architectures"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnknownModelError(f"{folder}: no config.json that names architectures ({error!r})") from error
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise UnknownModelError(f"{folder}: no config.json that lists architectures by name, but {architectures!r}")
+    architectures = _architectures(folder / "config.json")
     models = module_file("vllm_omni").parent / _MODELS
     known = _registered(models / "registry.py")
     missing = [name for name in architectures if name not in known]
-    if missing or not architectures:
+    if missing:
         raise UnknownModelError(f"{folder}: the installed vLLM-Omni has no architecture {', '.join(missing)}")
     looks = {}
     for name in architectures:
@@ -92,6 +86,19 @@ def _look_at_checkpoint(folder: Path) -> list[Look]:
                     if look.verdict != "has no hook":
                         looks[module, cls] = replace(look, registered=True)
     return list(looks.values())
+
+
+def _architectures(config: Path) -> list[str]:
+    try:
+        read = json.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnknownModelError(f"{config}: {error.strerror}") from error
+    except ValueError as error:
+        raise UnknownModelError(f"{config} is no JSON: {error}") from error
+    named = read.get("architectures") if isinstance(read, dict) else None
+    if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
+        raise UnknownModelError(f"{config} lists no architectures by name")
+    return named
 
 
 def _registered_in(file: Path) -> set[str]:

@@ -166,19 +166,21 @@ def test_what_is_not_there_is_named(model: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no config.json"),
-        ("{", "no config.json"),
-        ("{}", "architectures"),
-        ('{"architectures": ["X"]}', "no arch.* X"),
-        ('{"architectures": null}', "lists architectures"),
-        ('{"architectures": "X"}', "lists architectures"),
-        ('{"architectures": [1]}', "lists architectures"),
-        ("[]", "names architectures"),
-        ('"X"', "names architectures"),
+        (None, r"/config\.json: No such file or directory$"),
+        (b"{", r"/config\.json is no JSON: Expecting property name .*$"),
+        (b'"\xff"', r"/config\.json is no JSON: 'utf-8' codec can't decode byte 0xff .*$"),
+        (b'{"architectures": ["X"]}', "no architecture X$"),
+        *(
+            (text, r"/config\.json lists no architectures by name$")
+            for text in (
+                *(b"{}", b"[]", b'"X"', b'{"architectures": null}', b'{"architectures": "X"}'),
+                *(b'{"architectures": [1]}', b'{"architectures": []}'),
+            )
+        ),
     ],
 )
-def test_folders_that_are_no_checkpoints(content: str | None, message: str, tmp_path: Path) -> None:
+def test_folders_that_are_no_checkpoints(content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
-        (tmp_path / "config.json").write_text(content, encoding="utf-8")
+        (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(look.UnknownModelError, match=message):
         look.look_at(str(tmp_path))
