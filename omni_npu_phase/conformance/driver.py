@@ -111,6 +111,8 @@ class _Bench:
     """A V1 runner of one class with what its ``_preprocess`` needs, and the scheduler's side of a scenario."""
 
     model_class: type[RecordingModel] = RecordingModel
+    hidden_size: int = HIDDEN
+    dtype: torch.dtype = torch.float32
 
     def __init__(
         self, cls: type, scenario: Scenario, variant: Variant, device: torch.device, indices: Mapping[str, int]
@@ -124,7 +126,7 @@ class _Bench:
         self.runner = self._make_runner(cls)
         self.model.ids, self.model.buffer = self._inputs()
         self.model.returning = self._remember
-        self.hidden = torch.zeros(self.max_tokens, HIDDEN, device=device)
+        self.hidden = torch.zeros(self.max_tokens, self.hidden_size, dtype=self.dtype, device=device)
 
     def _make_model(self) -> Any:
         behaviour = self.scenario.behaviour
@@ -147,6 +149,8 @@ class _Bench:
             self.max_requests,
             self.max_tokens,
             self.max_len,
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
         )
 
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,19 +74,9 @@ class ModelBench(driver._Bench):
         self.max_len = longest + 8
         self.names: dict[str, str] = {}
         self._numbers = count()
-        self.runner = driver._make_runner(
-            cls,
-            self.model,
-            self.scenario.setting,
-            self.variant,
-            self.device,
-            self.max_requests,
-            self.max_tokens,
-            self.max_len,
-            hidden_size=subject.hidden_size,
-            dtype=subject.dtype,
-        )
-        self.hidden = torch.zeros(self.max_tokens, subject.hidden_size, dtype=subject.dtype, device=self.device)
+        self.hidden_size, self.dtype = subject.hidden_size, subject.dtype
+        self.runner = self._make_runner(cls)
+        self.hidden = torch.zeros(self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
 
     def arrive(self, name: str) -> str:
         """The id of a new request like the one of this name."""
