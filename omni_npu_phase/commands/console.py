@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from omni_npu_phase import whole
+
 FAILED, UNUSABLE = 1, 2
 # Reports must read the same in a log as in a terminal; a pipe has no width of its own.
 _PLAIN_WIDTH = 160
@@ -78,18 +80,13 @@ def write_whole(path: Path, write_to: Callable[[Path], object]) -> None:
     """Write a file that is there as a whole or, where it cannot be written, not at all."""
     if path.is_dir():
         stop(f"{path}: this is a folder; name a file in it")
-    # A device or a pipe is written to; to put a file in its place would take it away from everybody.
-    special = path.exists() and not path.is_file()
-    target = path if special else path.resolve()
-    part = path if special else target.with_name(f".part-{target.name}")
     try:
-        write_to(part)
-        if not special:
-            part.replace(target)
+        if path.exists() and not path.is_file():
+            # A device or a pipe: to put a file in its place would take it away from everybody.
+            write_to(path)
+        else:
+            whole.write(path.resolve(), write_to)
     except OSError as error:
-        if not special:
-            with contextlib.suppress(OSError):
-                part.unlink()
         stop(f"{path}: {error.strerror}")
 
 

@@ -10,13 +10,12 @@ import json
 import shutil
 import tempfile
 import wave
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from omni_npu_phase import whole
 from omni_npu_phase.speech.engine import Speech
 from omni_npu_phase.speech.report import SCHEMA, Report
 
@@ -62,23 +61,13 @@ def write(report: Report, folder: Path) -> Report:
     for index, comparison in enumerate(report.comparisons, 1):
         for kind, speech in (("chunked", comparison.chunked_speech), ("unchunked", comparison.unchunked_speech)):
             name = files[f"prompt {index}, {kind}"] = f"prompt-{index}-{kind}.wav"
-            _replace(folder / name, lambda path, speech=speech: _write_wav(path, speech))  # type: ignore[misc]
+            whole.write(folder / name, lambda path, speech=speech: _write_wav(path, speech))  # type: ignore[misc]
     files["picture"] = PICTURE
-    _replace(folder / PICTURE, lambda path: picture.draw(report, path))
+    whole.write(folder / PICTURE, lambda path: picture.draw(report, path))
     report = replace(report, files=files)
-    _replace(folder / MARKDOWN, lambda path: path.write_text(report.to_markdown(), encoding="utf-8"))
-    _replace(folder / JSON, lambda path: path.write_text(report.to_json(), encoding="utf-8"))
+    whole.write(folder / MARKDOWN, lambda path: path.write_text(report.to_markdown(), encoding="utf-8"))
+    whole.write(folder / JSON, lambda path: path.write_text(report.to_json(), encoding="utf-8"))
     return report
-
-
-def _replace(path: Path, write_to: Callable[[Path], object]) -> None:
-    unfinished = path.with_name(f".{path.name}")
-    try:
-        write_to(unfinished)
-        unfinished.replace(path)
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
 
 
 def _write_wav(path: Path, speech: Speech) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from omni_npu_phase import __version__
 from omni_npu_phase.cli import app
+from omni_npu_phase.commands import console
 from omni_npu_phase.conformance.scenarios import SCENARIOS
 
 
@@ -177,6 +179,21 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     result = _verify("--output", str(tmp_path))
     assert result.exit_code == 2
     assert "this is a folder" in result.stderr
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), ValueError("a picture that cannot be drawn")])
+def test_a_file_is_whole_or_as_it_was(error: Exception, tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+
+    def half(path: Path) -> None:
+        path.write_text("half", encoding="utf-8")
+        raise error
+
+    console.write_whole(target, lambda path: path.write_text("whole", encoding="utf-8"))
+    with pytest.raises(typer.Exit if isinstance(error, OSError) else ValueError):
+        console.write_whole(target, half)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert target.read_text(encoding="utf-8") == "whole"
 
 
 @pytest.mark.parametrize("report_format", ["table", "json"])
