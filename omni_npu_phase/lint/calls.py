@@ -315,6 +315,8 @@ class Calls(Expressions):
             return operations.number(name, given)
         if name in operations.KEEPING_ROWS and given and given[0].shape is not None:
             return given[0]
+        if name == "Size" and given and given[0].elements is not None:
+            return Value(elements=given[0].elements)
         if name in operations.SAME_ROWS and (holder.shape is not None or name != "item"):
             made = derived([holder])
             made.shape, made.checked, made.begun = holder.shape, holder.checked, holder.begun

@@ -52,6 +52,8 @@ CASES = [
         shape_of_embeddings="input_embeds.shape[0] > 1",
         shape_from_the_end="input_ids.shape[-1] != 1",
         whole_shape="input_ids.shape != (1,)",
+        a_size="input_ids.shape != torch.Size([1])",
+        a_size_of_a_tuple="not torch.Size((1,)) == input_ids.size()",
         size="input_ids.size(0) >= 2",
         size_tuple="input_ids.size()[0] > 1",
         numel="input_ids.numel() > 1",
