@@ -315,6 +315,10 @@ class Calls(Expressions):
             return operations.number(name, given)
         if name in operations.KEEPING_ROWS and given and given[0].shape is not None:
             return given[0]
+        if name in operations.KEEPING_ROWS and given and (number := operations.only_number(given[0])) is not None:
+            return number
+        if name in operations.SAME_ROWS and (number := operations.only_number(holder)) is not None:
+            return number
         if name == "Size" and given and given[0].elements is not None:
             return Value(elements=given[0].elements)
         if name in operations.SAME_ROWS and (holder.shape is not None or name != "item"):

@@ -112,6 +112,13 @@ KEEPING_ROWS = frozenset({"as_tensor", "asarray", "array", "atleast_1d", "clone"
 """Functions that make a tensor of the same rows."""
 
 
+def only_number(value: Value) -> Value | None:
+    """The number that a tensor is made of, or that a list has alone; a tensor of it counts as the number."""
+    if value.elements is not None and len(value.elements) == 1:
+        return only_number(value.elements[0])
+    return value if type(value.const) in (int, float) else None
+
+
 def size(name: str, holder: Value, given: Sequence[Value]) -> Value:
     if name == "dim":
         return Value()
