@@ -62,13 +62,19 @@ class Expressions(ABC):
         """Follow a call."""
 
     def _tested(
-        self, node: ast.AST, test: Value, outcome: bool | None, frame: Frame, touches: tuple[bool, bool]
+        self,
+        node: ast.AST,
+        test: Value,
+        outcome: bool | None,
+        frame: Frame,
+        touches: tuple[bool, bool],
+        followed: bool = True,
     ) -> None:
         if not any(touches):
             return
         key = (self.fields, *frame.chain, id(node))
         place = test.test or Place(frame.source, getattr(node, "test", node))
-        seen = self.trace.tests.setdefault(key, Test(place, touches))
+        seen = self.trace.tests.setdefault(key, Test(place, touches, followed))
         if test.test is not None:
             seen.place = place
         name = self.row.name
@@ -79,7 +85,7 @@ class Expressions(ABC):
         for value in values:
             if isinstance(value.const, bool) and (value.read is not None or value.test is not None):
                 place = value.test or Place(frame.source, frame.node)
-                self._tested(place.node, value, value.const, frame, (True, True))
+                self._tested(place.node, value, value.const, frame, (True, True), followed=False)
             elif value.elements is not None:
                 self._escaped(value.elements, frame)
             elif value.items is not None and value.instance is None and not value.state:

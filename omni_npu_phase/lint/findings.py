@@ -233,6 +233,25 @@ def span_beside_phase(seen: Seen) -> Iterator[Finding]:
             )
 
 
+def progress_phase(seen: Seen) -> Iterator[Finding]:
+    # Where the phase is known, a first or a last chunk may well be treated in a way of its own; and after the forward
+    # pass a prompt's last chunk is what decode is: a row that is sampled.
+    if seen.kind != "preprocess" or seen.by_phase or contract.IS_PREFILL in seen.with_fields.reads:
+        return
+    for test in seen.with_fields.tests.values():
+        if all(test.touches) and test.followed and _by_progress(test):
+            text = f"`{test.place.code}` decides between prefill and decode: a prompt's last chunk is taken for decode"
+            yield seen.finding("progress-phase", "error", test.place, text)
+
+
+def _by_progress(test: Test) -> bool:
+    """A prompt's first chunk goes one way; its last, of whatever length, goes the other, as decode does."""
+    if not {row.name for row in (CHUNK, LAST, TAIL, DECODE)} <= test.outcomes.keys():
+        return False
+    first, last, tail, decode = (test.outcomes[row.name] for row in (CHUNK, LAST, TAIL, DECODE))
+    return first is not None and first != last == tail == decode
+
+
 def own_counter(seen: Seen) -> Iterator[Finding]:
     grave: Severity = "fallback" if seen.uses_fields else "error"
     traces: Sequence[tuple[Trace, Severity]] = ((seen.with_fields, grave), (seen.without, "fallback"))
@@ -315,6 +334,7 @@ def field_default(seen: Seen) -> Iterator[Finding]:
 RULES_IN_CODE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     span_phase,
     span_beside_phase,
+    progress_phase,
     own_counter,
     runner_field,
     whole_prompt,

@@ -41,6 +41,14 @@ _ALL = (
         'let info["_omni_is_prefill"] decide alone',
     ),
     Rule(
+        "progress-phase",
+        "M5",
+        ("error",),
+        "the progress decides between prefill and decode, but not as the phase: a prompt's first chunk goes one way, "
+        "and its last the other, as decode does",
+        'is_prefill = info["_omni_is_prefill"]',
+    ),
+    Rule(
         "own-counter",
         "M4",
         ("error", "fallback"),

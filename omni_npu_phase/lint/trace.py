@@ -44,6 +44,8 @@ class Test:
     place: Place
     touches: tuple[bool, bool]
     """Whether the hook does something where the test fails, and where it holds."""
+    followed: bool = True
+    """Whether it is seen what the test chooses; a value that goes elsewhere may say anything."""
     outcomes: dict[str, bool | None] = field(default_factory=dict)
 
 

@@ -28,6 +28,7 @@ def _case(name: str, found: str, body: str, more: str = "") -> Case:
 
 SPAN = "span-phase error"
 GUESS = "span-phase fallback"
+PROGRESS = "progress-phase error"
 COUNTER = "own-counter error"
 FIELD = "runner-field error"
 WHOLE = "whole-prompt error"
@@ -427,6 +428,22 @@ CASES = [
         "span-beside-phase fallback",
         _TEST.format(test="info['_omni_is_prefill'] or input_ids.shape[0] > 1"),
     ),
+    # -- the progress decides, and not as the phase
+    *_tests(
+        PROGRESS,
+        first_chunk="info['_omni_num_computed_tokens'] == 0",
+        first_chunk_as_a_number="not info['_omni_num_computed_tokens']",
+        later_chunks="not info['_omni_num_computed_tokens'] > 0",
+        first_chunk_or_no_state="info['_omni_num_computed_tokens'] == 0 or 'state' not in info",
+        not_the_last_chunk="info['_omni_num_computed_tokens'] + len(input_ids) < info['_omni_prompt_len']",
+        what_is_left="info['_omni_prompt_len'] - info['_omni_num_computed_tokens'] > input_ids.shape[0]",
+    ),
+    _case(
+        "a first chunk in a helper",
+        PROGRESS,
+        _TEST.format(test="self.begins(**info)"),
+        "def begins(self, _omni_num_computed_tokens, **_):\n    return int(_omni_num_computed_tokens) == 0",
+    ),
     # -- a counter of its own
     _case(
         "a counter in the updates",
@@ -704,7 +721,7 @@ CASES = [
     ),
     _case(
         "the whole prompt at first",
-        WHOLE,
+        f"{WHOLE}, {PROGRESS}",
         """
         if info["_omni_num_computed_tokens"] == 0:
             return input_ids, torch.cat([info["voice"], info["text"]]), {}
@@ -885,6 +902,50 @@ CASES = [
         """,
     ),
     _case(
+        "a first and a last chunk inside prefill",
+        "",
+        """
+        start, span = info["_omni_num_computed_tokens"], len(input_ids)
+        if start == 0:
+            self.begin(info)
+        else:
+            self.go_on(info)
+        last = {"last": info["last"]} if start + span == info["_omni_prompt_len"] else {"first": info["first"]}
+        return (self.prefill if info["_omni_is_prefill"] else self.decode)(input_ids, last)
+        """,
+    ),
+    _case(
+        "a first chunk that begins a request",
+        "",
+        """
+        if info["_omni_num_computed_tokens"] == 0:
+            self.states[info["request_id"]] = self.begin(info)
+        return input_ids, self.embed(input_ids), {}
+        """,
+    ),
+    _case(
+        "a last chunk that is told to others",
+        "",
+        """
+        ends = info["_omni_num_computed_tokens"] + len(input_ids) >= info["_omni_prompt_len"]
+        return input_ids, self.embed(input_ids, ends), {"ends": ends}
+        """,
+    ),
+    _case(
+        "hidden states from the prompt's end on",
+        "",
+        """
+        class M:
+            def preprocess(self, input_ids, input_embeds, **info):
+                return input_ids, input_embeds, {}
+
+            def postprocess(self, hidden_states, **info):
+                if info["_omni_num_computed_tokens"] + len(hidden_states) < info["_omni_prompt_len"]:
+                    return {}
+                return {"last": hidden_states[-1]}
+        """,
+    ),
+    _case(
         "the runner's progress, padded",
         "",
         """
@@ -1034,7 +1095,6 @@ CASES = [
         _case(f"unseen: {name}", "", _TEST.format(test=test))
         for name, test in {
             "first call": "'state' not in info",
-            "first chunk": "info['_omni_num_computed_tokens'] == 0",
             "by token": "input_ids[0] == self.audio_token",
             "by a library": "np.count_nonzero(input_ids) > 1",
         }.items()

@@ -556,6 +556,7 @@ def _changed(where: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch]
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     **{f"without {rule}": _without(rule) for rule, known in RULES.items() if known.clause is not None},
     "any test of the span": _changed(findings, "_by_span", lambda test: len(set(test.outcomes.values())) > 1),
+    "any test of the progress": _changed(findings, "_by_progress", lambda test: len(set(test.outcomes.values())) > 1),
     "no whole prompts": _changed(findings, "_by_whole_prompt", lambda test: False),
     "every branch matters": _changed(expressions, "touches", lambda nodes: True),
     "every statement matters": _changed(walk, "touches", lambda nodes: True),
