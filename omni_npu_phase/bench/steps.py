@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -53,7 +53,7 @@ class Steps(driver._Bench):
     """A runner of ``cls`` that takes steps of a case."""
 
     def __init__(self, cls: type, case: Case, device: torch.device, kinds: int = 1) -> None:
-        self.case = case
+        self.case, self.hidden_size, self.dtype = case, case.hidden, case.dtype
         self._placed = tuple(case.placed(number) for number in range(kinds))
         scenario = Scenario("bench", "the same rows in every step", (), self._placed)
         indices = {each.request: 1 for each in self._placed[0]}
@@ -75,15 +75,6 @@ class Steps(driver._Bench):
             chunk=longest if case.mix == "mixed" else 0,
             resident=case.resident,
             dtype=case.dtype,
-        )
-
-    def _make_runner(self, cls: type) -> Any:
-        sizes = (self.max_requests, self.max_tokens, self.max_len)
-        setting, model = self.scenario.setting, self.model
-        return driver._make_runner(
-            *(cls, model, setting, self.variant, self.device, *sizes),
-            hidden_size=self.case.hidden,
-            dtype=self.case.dtype,
         )
 
     def place(self, number: int) -> None:
