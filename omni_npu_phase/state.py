@@ -171,7 +171,7 @@ class StateWrites:
         copied = _Stored()
         for position, (tensor, place) in enumerate(zip(new.tensors, new.places, strict=True)):
             stays = tensor.is_cpu or place[2]
-            if position in reached or not (_is_whole(tensor) if stays else tensor.device == self._helper.device):
+            if position in reached or not (_is_whole(tensor) if stays else self._packs(tensor)):
                 copied.add(tensor, place)
             elif not stays:
                 self._waiting.add(tensor, place)
@@ -184,7 +184,11 @@ class StateWrites:
         self.own()
         if self._waiting.tensors:
             waiting, self._waiting = self._waiting, _Stored()
-            self._copy(waiting)
+            # One that nobody else reaches need not be copied to leave.
+            self._leaving += [
+                (kind.tensors[0].unsqueeze(0) if len(kind.tensors) == 1 else self._helper.join(kind.tensors), kind)
+                for kind in _kinds(waiting)
+            ]
         if self._leaving:
             leaving, self._leaving = self._leaving, []
             blocks = self._helper.fetch([block for block, _ in leaving])

@@ -60,7 +60,9 @@ def check_step(
     assert (counts.h2d_async, counts.h2d_sync) == (int(scattered and rows > 1), 0)
     counting.assert_no_hazards()
     # Nothing that grows with rows. Scattered: a hook call on each side of the chunk, and what the chunk itself stores.
-    assert counts.d2d + counts.kernels <= (19 if scattered else 9), (counts.d2d, counts.kernels)
+    # One operation more where both codes and updates leave the device: they are packed for one transfer.
+    packed = not resident and bool(talker.frame_marks)
+    assert counts.d2d + counts.kernels <= (12 + packed if scattered else 9), (counts.d2d, counts.kernels)
     with torch.inference_mode():
         talker.codes.zero_()
     for number in range(rows):
@@ -131,7 +133,7 @@ def _copied_one_by_one(helper: Any, blocks: Any) -> list[torch.Tensor]:
         ({(AscendBufferHelper, "snapshot"): _not_copied}, True, AssertionError, "0, 0, 0, 0"),
         ({(PinnedStaging, "_free_slot"): _reused_early}, True, AssertionError, "pinned source"),
         ({(AscendBufferHelper, "fetch"): _copied_one_by_one}, False, AssertionError, r"\(8, 8\) == \(1, 1\)"),
-        ({(AscendBufferHelper, "copy"): _row_copies}, True, AssertionError, r"<= 19"),
+        ({(AscendBufferHelper, "copy"): _row_copies}, True, AssertionError, r"<= 12"),
     ],
     ids=["pageable-upload", "int32-index", "missing-snapshot", "early-reuse", "per-tensor-copies", "per-row-copies"],
 )
