@@ -49,20 +49,19 @@ def reachable(tensors: Sequence[torch.Tensor], held: int) -> list[int]:
             sharing.setdefault(storage._cdata, []).append(position)
     for positions in sharing.values():
         storage = tensors[positions[0]].untyped_storage()
-        if _storage_references(storage._cdata) != _OWN_STORAGE + len(positions) - 1 or _overlap(tensors, positions):
+        others = _storage_references(storage._cdata) - _OWN_STORAGE - len(positions) + 1
+        if others or _overlap([tensors[position] for position in positions]):
             found += positions
     return found
 
 
-def _overlap(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> bool:
+def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether some of these tensors may have an element in common."""
-    extents = []
-    for tensor in map(tensors.__getitem__, positions):
-        if not tensor.is_contiguous():
-            return True
-        extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
-    extents.sort()
-    return any(stop > start for (_, stop), (start, _) in pairwise(extents))
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return True
+    largest = max(tensor.nbytes for tensor in tensors)
+    begins = sorted(map(torch.Tensor.data_ptr, tensors))
+    return any(after - before < largest for before, after in pairwise(begins))
 
 
 def _references_of_first(values: Sequence[Any]) -> int:
