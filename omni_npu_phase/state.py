@@ -15,9 +15,7 @@ from omni_npu_phase.buffers.ownership import reachable
 _LARGE = 1 << 12
 """Elements from which on a tensor is stored alone: a part keeps the whole block that it lies in alive."""
 _SMALL = 1 << 12
-"""Bytes of memory that a tensor may keep alive beside its own."""
-
-
+"""Bytes of memory of which a tensor may be a part and still keep it alive."""
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 """Kinds of values in which there is no tensor: asked first, since most values are of them."""
 
@@ -184,17 +182,19 @@ class StateWrites:
         self.own()
         if self._waiting.tensors:
             waiting, self._waiting = self._waiting, _Stored()
-            # One that nobody else reaches need not be copied to leave.
-            self._leaving += [
-                (kind.tensors[0].unsqueeze(0) if len(kind.tensors) == 1 else self._helper.join(kind.tensors), kind)
-                for kind in _kinds(waiting)
-            ]
+            self._leaving += [(self._block(kind.tensors), kind) for kind in _kinds(waiting)]
         if self._leaving:
             leaving, self._leaving = self._leaving, []
             blocks = self._helper.fetch([block for block, _ in leaving])
             for block, (_, stored) in zip(blocks, leaving, strict=True):
                 self._move(stored, _parts(block, stored))
         self._written.clear()
+
+    def _block(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tensors that nobody else reaches as one block. A single one need not be copied for that."""
+        if len(tensors) > 1:
+            return self._helper.join(tensors)
+        return tensors[0].detach().contiguous().unsqueeze(0)
 
     def _copy(self, handed: _Stored) -> None:
         """Put owned copies in the places of tensors, in one device operation for each kind of them."""

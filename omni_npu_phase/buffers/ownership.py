@@ -15,8 +15,9 @@ from weakref import getweakrefcount
 
 import torch
 
-# Private to PyTorch, whose own graph trees rely on it. Without it every tensor counts as reachable.
+# Private to PyTorch, whose own graph trees rely on the first. Without them every tensor counts as reachable.
 _storage_references: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_tensor_references: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
 
 
 def reachable(tensors: Sequence[torch.Tensor], held: int) -> list[int]:
@@ -25,16 +26,18 @@ def reachable(tensors: Sequence[torch.Tensor], held: int) -> list[int]:
     ``held``: how many containers hold each of them, ``tensors`` among these. The caller must have them in no variable,
     which would be one more. Tensors that divide a piece of memory among each other alone are not reachable.
     """
-    if _storage_references is None:
+    if _storage_references is None or _tensor_references is None:
         return list(range(len(tensors)))
     found: list[int] = []
     sharing: dict[int, list[int]] = {}
     for position in range(len(tensors)):
         tensor = tensors[position]
-        # What another class puts around a tensor that is kept has no memory of its own. A weak reference is a way back
-        # as long as anyone holds the tensor.
+        # Python counts its own holders, PyTorch those in C++: a graph, or an operator with a buffer of its own. What
+        # another class puts around a tensor that is kept has no memory of its own. A weak reference is a way back as
+        # long as anyone holds the tensor.
         if (
             sys.getrefcount(tensor) != _UNHELD + held
+            or _tensor_references(tensor) != _OWN_TENSOR
             or type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
             or getweakrefcount(tensor)
@@ -73,14 +76,15 @@ def _references_of_first(values: Sequence[Any]) -> int:
     return counts[0]
 
 
-def _count_own() -> tuple[int, int]:
+def _count_own() -> tuple[int, int, int]:
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     references = 0 if _storage_references is None else _storage_references(storage._cdata)
-    return sys.getrefcount(storage), references
+    return 0 if _tensor_references is None else _tensor_references(tensor), sys.getrefcount(storage), references
 
 
 _UNHELD = _references_of_first([object()]) - 1
 """What Python counts for a value that nothing but a variable holds while it is looked at."""
-_OWN_VARIABLE, _OWN_STORAGE = _count_own()
-"""What Python and PyTorch count for the storage of one tensor while it is looked at. Its object is the same for all."""
+_OWN_TENSOR, _OWN_VARIABLE, _OWN_STORAGE = _count_own()
+"""What PyTorch counts for a tensor that Python alone holds, and Python and PyTorch for the storage of one tensor while
+it is looked at. Its object is the same for all."""

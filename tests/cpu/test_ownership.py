@@ -38,6 +38,14 @@ def _of_kept_storage() -> torch.Tensor:
     return torch.empty(0).set_(_HELD[-1])
 
 
+def _saved_by_a_graph() -> torch.Tensor:
+    """Held in C++ alone."""
+    with torch.inference_mode(False), torch.enable_grad():
+        tensor = torch.ones(2)
+        _HELD.append(tensor * torch.ones(2, requires_grad=True))
+    return tensor
+
+
 class _Around(torch.Tensor):
     """A tensor of another class around one that is kept: it has no memory of its own."""
 
@@ -71,6 +79,7 @@ KEPT: dict[str, Callable[[], torch.Tensor]] = {
     "memory from elsewhere": lambda: torch.from_dlpack(_ARRAY),
     "known by a weak reference": _weakly_kept,
     "memory of a storage that is kept": _of_kept_storage,
+    "saved by a graph": _saved_by_a_graph,
     "around a kept tensor": lambda: _Around(_KEPT),
     "one row of many that are kept": lambda: _kept_in([torch.ones(3, 2)])[1:2],
 }
@@ -111,7 +120,8 @@ def test_what_is_kept_is_reachable(make: Callable[[], torch.Tensor], inference: 
     assert found == [0]
 
 
-def test_without_pytorchs_count_everything_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "_storage_references", None)
+@pytest.mark.parametrize("count", ["_storage_references", "_tensor_references"])
+def test_without_pytorchs_count_everything_is_reachable(count: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, count, None)
     row = [torch.ones(1)]
     assert reachable(row, held=1) == [0]

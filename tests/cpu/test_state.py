@@ -244,6 +244,7 @@ class _Elsewhere(BufferHelper):
 
     def fetch(self, blocks: Any) -> list[torch.Tensor]:
         self.transfers += bool(blocks)
+        assert all(block.is_contiguous() and not block.requires_grad for block in blocks)
         return [torch.zeros(block.shape, dtype=block.dtype) for block in blocks]
 
 
@@ -268,6 +269,14 @@ def test_what_leaves_the_device_leaves_in_one_transfer() -> None:
     assert helper.transfers == 1
     writes.finish()
     assert helper.transfers == 1
+
+
+def test_what_leaves_the_device_is_contiguous_and_of_no_graph() -> None:
+    runner = _runner()
+    writes = StateWrites(runner, _Elsewhere())
+    writes.store("a", {"x": _on_device(2, 3).t(), "y": torch.empty(2, device="meta", requires_grad=True) * 2})
+    writes.finish()
+    assert [tuple(tensor.shape) for tensor in _tensors(runner.model_intermediate_buffer["a"])] == [(3, 2), (2,)]
 
 
 def test_device_tensor_that_is_stored_leaves_unless_it_is_resident() -> None:
