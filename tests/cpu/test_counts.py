@@ -208,7 +208,7 @@ def test_nothing_grows_while_requests_come_and_go(mixed: type, hook: Any) -> Non
         steps = Steps(mixed, _case(4, hook), torch.device("cpu"))
         runner, batch = steps.runner, steps.runner.input_batch
         states = dict(runner.requests)
-        held = []
+        held, objects = [], []
         for number in range(5000):
             slot, request = number % 4, f"n{number}"
             gone = batch.req_ids[slot]
@@ -221,5 +221,8 @@ def test_nothing_grows_while_requests_come_and_go(mixed: type, hook: Any) -> Non
             if number in (500, 4999):
                 gc.collect()
                 phase = mixin._phase_of(runner)
+                objects.append(len(gc.get_objects()))
                 held.append((_tensor_bytes(), len(runner.model_intermediate_buffer), len(phase.helpers)))
     assert held[0] == held[1]
+    # Nothing a step or a request, of which there were thousands.
+    assert objects[1] - objects[0] < 100
