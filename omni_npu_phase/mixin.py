@@ -228,7 +228,7 @@ def _plan(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
     request_ids = list(runner.input_batch.req_ids)
     requests, scheduled = runner.requests, scheduler_output.num_scheduled_tokens
     states = _of_each(request_ids, requests, "a request state")
-    spans = _of_each(request_ids, scheduled, "a scheduled span")
+    spans = list(map(int, _of_each(request_ids, scheduled, "a scheduled span")))
     rows = len(request_ids)
     return plan_step(
         request_ids,
@@ -341,6 +341,7 @@ class _RunnerPort:
         self.has_batched_hook = callable(getattr(self.model, routing.BATCHED_HOOK, None))
         self.gathers = False
         self._gathered = Gathered(self._helper)
+        self._lent: torch.Tensor | None = None
         self.mtp_width: int | None = None
         if getattr(runner, "has_talker_mtp", False):
             self._mtp_inputs = mtp_inputs(runner)
@@ -370,6 +371,14 @@ class _RunnerPort:
     def locate(self, run: Run) -> slice:
         start = self._plan.offsets[run.start]
         return slice(start, start + len(run.rows))
+
+    def lend_ids(self, where: slice) -> torch.Tensor:
+        # As released: those of rows that go to MTP are a copy, any others a slice of the step's own buffer.
+        if self.mtp_width is None:
+            return self.ids[where]
+        if self._lent is None:
+            self._lent = self._helper.lend(self.ids)
+        return self._lent[where]
 
     def write_rows(self, where: slice, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
         if embeds is not None:

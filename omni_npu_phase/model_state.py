@@ -223,6 +223,9 @@ class _StatePort:
     def locate(self, run: Run) -> Rows:
         return self._helper.rows([self._plan.offsets[row] for row in run.rows])
 
+    def lend_ids(self, where: Rows) -> torch.Tensor:
+        return self.ids[where]
+
     def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
         if embeds is not None:
             self._helper.put(self.embeds, where, embeds)
@@ -256,11 +259,11 @@ class _StatePort:
     def fill_mtp(
         self, position: int, where: Rows, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor
     ) -> None:
-        # The released MTP step reads embeddings from the step's own buffer.
-        self._helper.put(self.embeds, where, embeds)
         stop = position + hidden.shape[0]
         self._helper.copy(self._hidden[position:stop], hidden)
         self._helper.copy(self._text_step[position:stop], text_step)
+        # The released MTP step reads embeddings from the step's own buffer, of which the others may be a part.
+        self._helper.put(self.embeds, where, embeds)
 
     gather_mtp = fill_mtp
 

@@ -53,6 +53,11 @@ class Port(Protocol):
         """Where a batched run's tokens lie in the step's buffers: a slice, or an index where they are scattered."""
         ...
 
+    def lend_ids(self, where: Any) -> Any:
+        """The token ids at a slice or index for a batched hook, which may keep them where the released runner hands it
+        a copy."""
+        ...
+
     def write_rows(self, where: Any, ids: Any, embeds: Any) -> None:
         """Write rows at a slice or index; None leaves the token ids or the embeddings as they are (R6, R7)."""
         ...
@@ -100,19 +105,21 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, position: int) -> Sequenc
     # Right before the hook, over whatever the live buffers hold (M6).
     plan.write_fields(run.rows, infos)
     where = port.locate(run)
-    ids = port.ids[where]
+    given = port.lend_ids(where)
     call = Call(BATCHED_HOOK, plan.request_ids, run.rows, port.embeds, port.model, port.deviations)
-    raw = port.call_batch(run, infos, ids)
-    result = results.batch_result(call, raw, given_ids=ids, mtp_width=port.mtp_width)
-    in_mtp = port.mtp_width is not None
-    if in_mtp:
-        port.fill_mtp(position, where, result.embeds, result.hidden, result.text_step)
-    port.write_rows(where, result.ids, None if in_mtp else result.embeds)
+    raw = port.call_batch(run, infos, given)
+    result = results.batch_result(call, raw, given_ids=given, mtp_width=port.mtp_width)
     if any(result.updates):
         port.store_updates(run.rows, list(map(storable, result.updates)))
-    # Whoever still holds what this hook returned could write to it from the next one on.
+    ids, embeds, hidden, text_step = result.ids, result.embeds, result.hidden, result.text_step
+    # Whoever still holds what this hook returned could write to it from the next one on, and what it returned may be a
+    # part of what is written now.
     del raw, result
     port.own()
+    in_mtp = port.mtp_width is not None
+    if in_mtp:
+        port.fill_mtp(position, where, embeds, hidden, text_step)
+    port.write_rows(where, ids, None if in_mtp else embeds)
     return run.rows if in_mtp else ()
 
 
@@ -127,19 +134,20 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, position: int) -> Sequence
         raw = port.call_scalar(row, info, ids, embeds)
         result = results.scalar_result(call, raw, span=plan.spans[row], given_ids=ids, mtp_width=width)
         where = slice(plan.offsets[row], plan.offsets[row] + result.rows)
-        if result.mtp_inputs is None:
-            port.write_rows(where, result.ids, result.embeds)
-        else:
-            port.gather_mtp(position + len(in_mtp), where, result.embeds, *result.mtp_inputs)
-            in_mtp.append(row)
-            if result.ids is not None:
-                port.write_rows(where, result.ids, None)
         updates = storable(result.updates)
         if updates:
             port.store_updates(rows, (updates,))
+        new_ids, new_embeds = result.ids, None
+        if result.mtp_inputs is None:
+            new_embeds = result.embeds
+        else:
+            port.gather_mtp(position + len(in_mtp), where, result.embeds, *result.mtp_inputs)
+            in_mtp.append(row)
         # As for a batched hook.
         del raw, result, updates
         port.own()
+        if not (new_ids is None and new_embeds is None):
+            port.write_rows(where, new_ids, new_embeds)
     return in_mtp
 
 

@@ -132,7 +132,8 @@ class StateWrites:
         owned = self._helper.snapshot(codes) if self._packs(codes) else self._kept(codes.clone(), resident)
         # Each request gets its row as a slice; where there are fewer rows, the others get empty ones.
         count = owned.shape[0]
-        self._put_column(infos[:count], key, owned, owned.split_with_sizes([1] * count), resident)
+        if count:
+            self._put_column(infos[:count], key, owned, owned.split_with_sizes([1] * count), resident)
         for info in infos[count:]:
             info.setdefault(key[0], {})[key[1]] = self._kept(codes[:0], resident)
         for name, marked in marks.items():
@@ -251,11 +252,11 @@ class StateWrites:
         )
 
     def _kept(self, tensor: torch.Tensor, resident: bool) -> torch.Tensor:
-        """A tensor that no block takes, as the released runner stores it: host memory elsewhere than here uncopied."""
+        """An owned copy of a tensor that no block takes."""
         tensor = tensor.detach()
         if resident or tensor.is_meta:
             return tensor.clone()
-        return tensor.to("cpu", copy=self._helper.is_host).contiguous()
+        return tensor.to("cpu", copy=True).contiguous()
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

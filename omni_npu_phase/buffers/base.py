@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 import torch
 
+from omni_npu_phase.buffers.ownership import reachable
+
 Rows: TypeAlias = "slice | torch.Tensor"
 """Where rows lie in a buffer: a slice when contiguous, else a device index as :meth:`BufferHelper.rows` made it."""
 
@@ -26,13 +28,22 @@ class BufferHelper:
         self.is_host = device.type == "cpu"
         self._offsets: list[int] = []
         self._rows: Rows = slice(0, 0)
+        self._lent: list[torch.Tensor] = []
         self._padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=device)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory kept from step to step: an int64 index for twice the rows of the largest scattered step."""
+        """Bytes of memory kept from step to step.
+
+        An int64 index for twice the rows of the largest scattered step, and token ids for twice the tokens of the
+        largest step that lent them.
+        """
         index = self._rows.nbytes if isinstance(self._rows, torch.Tensor) else 0
-        return self._padding.nbytes + index
+        return self._padding.nbytes + index + self._lent_bytes
+
+    @property
+    def _lent_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._lent)
 
     def rows(self, offsets: Sequence[int]) -> Rows:
         """Locate rows by their offsets, staging a device index only where they are scattered.
@@ -79,7 +90,7 @@ class BufferHelper:
         else:
             # index_copy_ refuses another dtype and reads its source while it writes.
             source = source.clone() if _shares_storage(source, dest) else source
-            dest.index_copy_(0, rows, source.to(dest.dtype))
+            dest.index_copy_(0, rows, source if source.dtype == dest.dtype else source.to(dest.dtype))
 
     def gather(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Copy rows of shape (1, width) into ``out``, which has as many, cast to its dtype. Must not overlap."""
@@ -87,6 +98,19 @@ class BufferHelper:
             out.copy_(rows[0])
         else:
             torch.cat(list(rows), out=out)
+
+    def lend(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy, of shape (rows,), for somebody who may keep it: its memory is used again only if nobody did.
+
+        One lent copy is in use at a time: the next call may write over the memory of the last.
+        """
+        rows = source.shape[0]
+        fits = self._lent and self._lent[0].shape[0] >= rows and self._lent[0].dtype == source.dtype
+        if not fits or reachable(self._lent, held=1):
+            self._lent = [torch.empty(max(64, 2 * rows), dtype=source.dtype, device=source.device)]
+        lent = self._lent[0][:rows]
+        lent.copy_(source)
+        return lent
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """An owned copy on this device of a tensor that may lie on the host."""
@@ -126,7 +150,10 @@ class BufferHelper:
 
         One device operation however many there are; ``block.unbind()`` gives them back as views.
         """
-        return self.snapshot(tensors[0]).unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors)).detach()
+        if len(tensors) == 1:
+            return self.snapshot(tensors[0]).unsqueeze(0)
+        # Tensors of another memory format would be stacked in theirs.
+        return torch.stack(list(tensors)).detach().contiguous()
 
     def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Blocks of any shape and dtype as owned host memory, in order: one transfer and one wait for all of them."""

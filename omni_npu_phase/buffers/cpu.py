@@ -23,7 +23,7 @@ class CpuBufferHelper(BufferHelper):
 
     @property
     def held_bytes(self) -> int:
-        return self._padding.nbytes + self._staging.nbytes
+        return self._padding.nbytes + self._staging.nbytes + self._lent_bytes
 
     def _stage(self, values: list[int]) -> torch.Tensor:
         if len(values) > len(self._staging):

@@ -76,7 +76,7 @@ class StagedBufferHelper(BufferHelper):
 
     @property
     def held_bytes(self) -> int:
-        return self._padding.nbytes + self._index.nbytes + self._staging.held_bytes
+        return self._padding.nbytes + self._index.nbytes + self._staging.held_bytes + self._lent_bytes
 
     def _stage(self, values: list[int]) -> torch.Tensor:
         if len(values) > self._index.numel():

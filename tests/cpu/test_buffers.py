@@ -191,6 +191,26 @@ def test_a_host_tensor_may_change_once_it_was_copied(make: Make) -> None:
 # Results.
 
 
+@pytest.mark.parametrize("keep", [lambda lent: lent, lambda lent: lent[1:2], lambda lent: None])
+def test_what_was_lent_and_kept_is_not_written_over(
+    make: Make, keep: Callable[[torch.Tensor], torch.Tensor | None]
+) -> None:
+    helper = make()
+    source = torch.arange(4, dtype=torch.int32, device=helper.device)
+    first = helper.lend(source)
+    kept, memory = keep(first), first.data_ptr()
+    del first
+    was = None if kept is None else kept.tolist()
+    again = helper.lend(source.add_(10))
+    assert again.tolist() == [10, 11, 12, 13]
+    if kept is not None:
+        assert kept.tolist() == was
+    elif helper.is_host:
+        # On the stand-in nobody can see who reaches a tensor.
+        assert again.data_ptr() == memory
+    assert helper.lend(torch.zeros(500, dtype=torch.int64, device=helper.device)).tolist() == [0] * 500
+
+
 def test_snapshot_is_owned_and_contiguous(make: Make) -> None:
     helper = make()
     source = _rows(helper.device, 4, 4).t().requires_grad_()

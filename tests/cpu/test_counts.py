@@ -225,4 +225,4 @@ def test_nothing_grows_while_requests_come_and_go(mixed: type, hook: Any) -> Non
                 held.append((_tensor_bytes(), len(runner.model_intermediate_buffer), len(phase.helpers)))
     assert held[0] == held[1]
     # Nothing a step or a request, of which there were thousands.
-    assert objects[1] - objects[0] < 100
+    assert objects[1] - objects[0] < 1000

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import omni_npu_phase
-from omni_npu_phase import ContractError, mixin, results
+from omni_npu_phase import ContractError, contract, mixin, results
+from omni_npu_phase.bench.steps import Case, Steps, engineless
 from omni_npu_phase.conformance import driver
 from omni_npu_phase.conformance.judge import judge
 from omni_npu_phase.conformance.model import MARK, RecordingModel
@@ -462,20 +463,58 @@ def test_what_postprocess_and_payloads_may_not_store(bare: Any) -> None:
     assert bare.model_intermediate_buffer["r1"] == {"_omni_prompt_len": 5, "x": 1}
 
 
-def test_ids_that_a_batched_hook_changes_in_place_are_the_steps(
-    mixed: type, released: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It gets a slice of the step's buffer, as scalar hooks do: the change is there without a copy (R7)."""
+def test_a_batched_hook_may_keep_the_ids_of_rows_that_go_to_mtp(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[torch.Tensor, list[int]]] = []
     original = RecordingModel._preprocess_decode_batch
 
-    def changing(model: Any, input_ids: torch.Tensor, req_infos: Any) -> Any:
-        input_ids.fill_(7)
-        return (input_ids, *original(model, input_ids, req_infos)[1:])
+    def keeping(model: Any, input_ids: torch.Tensor, req_infos: Any) -> Any:
+        kept.append((input_ids, input_ids.tolist()))
+        return original(model, input_ids, req_infos)
 
-    monkeypatch.setattr(RecordingModel, "_preprocess_decode_batch", changing)
-    ours, theirs = (_run(cls, "adjacent-decodes") for cls in (mixed, released))
-    assert [step.returned_ids for step in ours.steps] == [step.returned_ids for step in theirs.steps]
-    assert any(7 in step.returned_ids for step in ours.steps)
+    monkeypatch.setattr(RecordingModel, "_preprocess_decode_batch", keeping)
+    _run(mixed, "adjacent-decodes")
+    assert len(kept) > 1
+    assert all(ids.tolist() == as_given for ids, as_given in kept)
+
+
+@pytest.mark.parametrize("hook", ["batched", "scalar"])
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+def test_what_a_hook_stores_of_its_inputs_is_what_it_was_given(mixed: type, hook: Any, mix: Any) -> None:
+    """Though it returns other ids and embeddings, which are written to the memory of its inputs."""
+    with engineless():
+        steps = Steps(mixed, Case(4, 8, hook, mix=mix, chunk=3, dtype=torch.float32), CPU)
+        model, buffers = steps.model, (steps.runner.input_ids.gpu, steps.runner.inputs_embeds.gpu)
+
+        def preprocess(input_ids: torch.Tensor, input_embeds: torch.Tensor, **info: Any) -> Any:
+            new = torch.full_like(input_embeds, 9)
+            mtp_inputs = {} if info[contract.IS_PREFILL] else {contract.MTP_INPUTS: (new, new.clone())}
+            return input_ids + 1000, new, {**mtp_inputs, "ids": input_ids, "embeds": input_embeds}
+
+        def preprocess_decode_batch(input_ids: torch.Tensor, req_infos: Any) -> Any:
+            new = torch.full((len(req_infos), 8), 9.0)
+            return input_ids + 1000, new, new, new, [{"ids": row} for row in input_ids.split(1)]
+
+        model.preprocess = preprocess
+        if hook == "batched":
+            model.preprocess_decode_batch = preprocess_decode_batch
+        for buffer in buffers:
+            buffer.copy_(torch.arange(len(buffer)).reshape(-1, *[1] * (buffer.ndim - 1)))
+        steps.take()
+        live = [steps.runner.model_intermediate_buffer[request] for request in steps.runner.input_batch.req_ids]
+    assert torch.cat([info["ids"] for info in live]).tolist() == list(range(steps._tokens))
+    given = [info["embeds"][:, 0].tolist() for info in live if "embeds" in info]
+    wanted = [info["ids"].tolist() for info in live if "embeds" in info]
+    assert given == wanted
+    assert buffers[0][: steps._tokens].tolist() == list(range(1000, 1000 + steps._tokens))
+
+
+def test_spans_may_be_numpy_integers(mixed: type) -> None:
+    with engineless():
+        steps = Steps(mixed, Case(3, 8, "scalar"), CPU)
+        spans = steps._scheduled.num_scheduled_tokens
+        spans.update({request: np.int64(span) for request, span in spans.items()})
+        steps.take()
+    assert all("codes" in info for info in steps.runner.model_intermediate_buffer.values())
 
 
 # Edges that no scenario reaches.

@@ -264,8 +264,8 @@ def test_what_leaves_the_device_leaves_in_one_transfer() -> None:
     assert a["codes"]["audio"] is not resident
     for stored, shape in ((a["x"], (3,)), (b["meta"]["y"], ()), (b["many"][0], (1,))):
         assert (stored.device, tuple(stored.shape)) == (CPU, shape)
-    # What already is on the host is stored as it is, as released.
-    assert a["host"].data_ptr() == b["many"][1].data_ptr() == host.data_ptr()
+    # What already is on the host stays there, and is copied because it was kept.
+    assert a["host"].data_ptr() != b["many"][1].data_ptr() != host.data_ptr()
     assert helper.transfers == 1
     writes.finish()
     assert helper.transfers == 1
@@ -467,6 +467,25 @@ def test_fewer_code_rows_than_requests() -> None:
     writes.finish()
     stored = [runner.model_intermediate_buffer[request]["codes"]["elsewhere"].shape for request in ("a", "b")]
     assert stored == [(1, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("make", [CpuBufferHelper, _Elsewhere])
+def test_no_code_rows_at_all(make: Any) -> None:
+    runner = _runner(SimpleNamespace, "a", "b")
+    helper = make() if make is _Elsewhere else make(CPU)
+    writes = StateWrites(runner, helper)
+    writes.store_codes(["a", "b"], ("codes", "elsewhere"), torch.ones(0, 2, device=helper.device), {})
+    writes.finish()
+    assert [info["codes"]["elsewhere"].shape for info in runner.model_intermediate_buffer.values()] == [(0, 2)] * 2
+
+
+def test_what_is_copied_together_is_contiguous_whatever_its_memory_format() -> None:
+    runner = _runner(SimpleNamespace, "a", "b")
+    writes = StateWrites(runner, CpuBufferHelper(CPU))
+    for request in "ab":
+        writes.store(request, {"x": torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last)})
+    writes.finish()
+    assert all(info["x"].is_contiguous() for info in runner.model_intermediate_buffer.values())
 
 
 def test_live_info_is_made_once_and_mirrored() -> None:
