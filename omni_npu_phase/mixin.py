@@ -130,8 +130,7 @@ class PhaseRoutingMixin:
         phase = _phase_of(self)
         if phase.active:
             with phase.writing() as writes:
-                writes.store(req_id, routing.storable(upd))
-                writes.own()
+                writes.store_copies(req_id, routing.storable(upd))
         else:
             super()._update_intermediate_buffer(req_id, upd)  # type: ignore[misc]
 

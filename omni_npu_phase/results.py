@@ -50,8 +50,8 @@ class Deviations:
 class Call:
     """One hook call, and the step's buffer its embeddings are meant for: floating, shape (buffer rows, hidden).
 
-    ``request_ids`` are those of all rows of the input batch, ``rows`` those of the call. ``index``: where the input
-    batch has each request, for a call that knows requests only, which ``rows`` then count.
+    ``rows``: which of ``request_ids`` the call is for. They are rows of the input batch, unless ``index`` says where
+    in it each request is.
     """
 
     hook: str
@@ -77,7 +77,7 @@ class Call:
 
     def error(self, clause: str, expected: str, actual: str) -> ContractError:
         requests = self.requests
-        rows = self.rows if self.index is None else [self.index[request_id] for request_id in requests]
+        rows = self.rows if self.index is None else [self.index.get(request_id, -1) for request_id in requests]
         return ContractError(clause, hook=self.hook, requests=requests, rows=rows, expected=expected, actual=actual)
 
     def deviation(self, clause: str, kind: str, expected: str, actual: str) -> None:

@@ -112,8 +112,7 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, position: int) -> Sequenc
     if any(result.updates):
         port.store_updates(run.rows, list(map(storable, result.updates)))
     ids, embeds, hidden, text_step = result.ids, result.embeds, result.hidden, result.text_step
-    # Whoever still holds what this hook returned could write to it from the next one on, and what it returned may be a
-    # part of what is written now.
+    # Owned before the next hook could write to it, and before the rows are written, of which it may be a part.
     del raw, result
     port.own()
     in_mtp = port.mtp_width is not None
@@ -143,7 +142,7 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, position: int) -> Sequence
         else:
             port.gather_mtp(position + len(in_mtp), where, result.embeds, *result.mtp_inputs)
             in_mtp.append(row)
-        # As for a batched hook.
+        # Owned before the next hook could write to it, and before the rows are written, of which it may be a part.
         del raw, result, updates
         port.own()
         if not (new_ids is None and new_embeds is None):
@@ -164,8 +163,6 @@ def _slices(plan: StepPlan, port: Port, rows: Sequence[int]) -> tuple[Iterable[A
 
 def storable(update: Any) -> Any:
     """An update without what a hook may not store: runner-owned fields (M9) and MTP inputs (E6)."""
-    if isinstance(update, dict) and (present := _NEVER_STORED.intersection(update)):
-        update = dict(update)
-        for name in present:
-            del update[name]
+    if isinstance(update, dict) and not _NEVER_STORED.isdisjoint(update):
+        return {key: value for key, value in update.items() if key not in _NEVER_STORED}
     return update

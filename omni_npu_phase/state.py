@@ -110,6 +110,27 @@ class StateWrites:
         if not self._helper.is_host:
             self._written.setdefault(request_id, info)
 
+    def store_copies(self, request_id: str, update: Any) -> None:
+        """The same for an update that its maker still holds: it is copied before it is put in its place, where other
+        threads may read it."""
+        if isinstance(update, dict):
+            update = {
+                key: {inner: self._copied(own, (key, inner) in self._resident) for inner, own in value.items()}
+                if isinstance(value, dict)
+                else self._copied(value, False)
+                for key, value in update.items()
+            }
+        self.store(request_id, update)
+        del update
+        self.own()
+
+    def _copied(self, value: Any, resident: bool) -> Any:
+        if isinstance(value, list):
+            return [self._copied(item, False) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return self._helper.snapshot(value) if self._packs(value) else self._kept(value, resident)
+
     def store_codes(
         self,
         request_ids: Sequence[str],

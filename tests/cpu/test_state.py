@@ -131,6 +131,16 @@ def test_only_what_somebody_else_can_reach_is_copied(kept: bool) -> None:
     assert [tensor.tolist() for tensor in live] == [[0, 0], [1, 1]]
 
 
+def test_what_its_maker_holds_is_copied_before_another_thread_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateWrites, "own", lambda writes: None)
+    runner, reused = _runner(), torch.tensor([1])
+    writes = StateWrites(runner, CpuBufferHelper(CPU))
+    writes.store_copies("a", {"x": reused, "many": [reused], "codes": {"audio": reused}, "meta": {"y": reused, "z": 2}})
+    reused.fill_(2)
+    assert [tensor.tolist() for tensor in _tensors(runner.model_intermediate_buffer["a"])] == [[1]] * 4
+    assert runner.model_intermediate_buffer["a"]["meta"]["z"] == 2
+
+
 @pytest.mark.parametrize(
     "part",
     [lambda: torch.zeros(1 << 12)[:4], lambda: torch.zeros(4, 4).t(), lambda: torch.zeros(4, requires_grad=True) * 2],
