@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -594,7 +595,9 @@ def test_a_signal_leaves_nothing(
 ) -> None:
     _earlier_report(tmp_path / "report")
     command = [sys.executable, "-m", "omni_npu_phase", "validate", "--output", str(tmp_path / "report")]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Tests that a shell runs in the background inherit that SIGINT is ignored.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     # The command, the engine's first process, and with four also those of its stages.
     _wait_for(lambda: len(left_over()) >= processes)
     parent.send_signal(number)
