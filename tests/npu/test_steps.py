@@ -60,9 +60,9 @@ def check_step(
     assert (counts.h2d_async, counts.h2d_sync) == (int(scattered and rows > 1), 0)
     counting.assert_no_hazards()
     # Nothing that grows with rows. Scattered: a hook call on each side of the chunk, and what the chunk itself stores.
-    # Results that leave the device are joined, and packed with codes that leave it too, for one transfer.
-    leaving = bool(talker.frame_marks)
-    limit = 12 + leaving + (leaving and not resident) if scattered else 9
+    # For one transfer, marks of rows that leave the device are joined, and codes and updates that leave it packed.
+    packed = updates == "talker" and not resident
+    limit = 12 + bool(talker.frame_marks) + packed if scattered else 9
     assert counts.d2d + counts.kernels <= limit, (counts.d2d, counts.kernels)
     with torch.inference_mode():
         talker.codes.zero_()
