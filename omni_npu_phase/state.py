@@ -150,7 +150,7 @@ class StateWrites:
             for request_id, info in zip(request_ids, infos, strict=True):
                 self._written.setdefault(request_id, info)
         resident = key in self._resident
-        owned = self._helper.snapshot(codes) if self._packs(codes) else self._kept(codes.clone(), resident)
+        owned = self._copied(codes, resident)
         # Each request gets its row as a slice; where there are fewer rows, the others get empty ones.
         count = owned.shape[0]
         if count:
