@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omni_npu_phase.contract import ContractError
-    from omni_npu_phase.mixin import PhaseRoutingMixin
-    from omni_npu_phase.model_state import PhaseStateMixin
+    from omni_npu_phase.step.v1 import PhaseRoutingMixin
+    from omni_npu_phase.step.v2 import PhaseStateMixin
 
 __version__ = "0.1.0"
 __all__ = ["ContractError", "PhaseRoutingMixin", "PhaseStateMixin", "__version__"]
@@ -19,11 +19,11 @@ __all__ = ["ContractError", "PhaseRoutingMixin", "PhaseStateMixin", "__version__
 
 def __getattr__(name: str) -> Any:
     if name == "PhaseRoutingMixin":
-        from omni_npu_phase.mixin import PhaseRoutingMixin
+        from omni_npu_phase.step.v1 import PhaseRoutingMixin
 
         return PhaseRoutingMixin
     if name == "PhaseStateMixin":
-        from omni_npu_phase.model_state import PhaseStateMixin
+        from omni_npu_phase.step.v2 import PhaseStateMixin
 
         return PhaseStateMixin
     if name == "ContractError":

@@ -7,7 +7,7 @@ import sys
 def main() -> None:
     """Run the command line; exit 2 with advice where its own libraries are missing."""
     try:
-        from omni_npu_phase.cli import app
+        from omni_npu_phase.commands.app import app
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("rich", "typer"):
             raise

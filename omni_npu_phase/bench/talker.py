@@ -14,7 +14,7 @@ import torch
 
 from omni_npu_phase.conformance.scenarios import Hook
 from omni_npu_phase.contract import IS_PREFILL, MTP_INPUTS
-from omni_npu_phase.testing import torchaudio_standin
+from omni_npu_phase.standins import torchaudio
 
 Updates = Literal["toy", "talker"]
 CODES = ("codes", "audio")
@@ -176,7 +176,7 @@ class Qwen3Tts:
 @cache
 def _talker_class() -> type:
     # Its module imports torchaudio, for mel filters that no decode step computes.
-    torchaudio_standin.install()
+    torchaudio.install()
     module = importlib.import_module("vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker")
     talker: type = module.Qwen3TTSTalkerForConditionalGeneration
     return talker

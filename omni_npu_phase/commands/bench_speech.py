@@ -47,8 +47,8 @@ def bench_speech(
         if error.name != "psutil":
             raise
         console.stop("bench-speech needs psutil; pip install 'omni-npu-phase[speech]'")
+    from omni_npu_phase.speech import tiny_qwen3_tts
     from omni_npu_phase.speech.engine import EngineError
-    from omni_npu_phase.testing import tiny_qwen3_tts
 
     try:
         with console.signals_raised(), console.progress() as say:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from omni_npu_phase import whole
+from omni_npu_phase import atomic_file
 
 FAILED, UNUSABLE = 1, 2
 # Reports must read the same in a log as in a terminal; a pipe has no width of its own.
@@ -85,7 +85,7 @@ def write_whole(path: Path, write_to: Callable[[Path], object]) -> None:
             # A device or a pipe: to put a file in its place would take it away from everybody.
             write_to(path)
         else:
-            whole.write(path.resolve(), write_to)
+            atomic_file.write(path.resolve(), write_to)
     except OSError as error:
         stop(f"{path}: {error.strerror}")
 

@@ -30,7 +30,7 @@ def doctor(
     The runners are judged by a few scenarios, as verify runs them; a model by a look at its source.
     """
     from omni_npu_phase import doctor as doctors
-    from omni_npu_phase.look import UnknownModelError
+    from omni_npu_phase.lint.checkpoint import UnknownModelError
 
     if model is not None:
         # As with python -m: a module of the current folder is found.

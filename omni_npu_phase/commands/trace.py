@@ -15,7 +15,8 @@ from rich.table import Table
 
 from omni_npu_phase.commands import console
 from omni_npu_phase.contract import CLAUSES
-from omni_npu_phase.tracing import TRACE_VARIABLE, schema
+from omni_npu_phase.settings import TRACE_VARIABLE
+from omni_npu_phase.tracing import schema
 from omni_npu_phase.tracing.schema import Row, Step, Trace, TraceError
 
 SHOWN_ROWS = 200

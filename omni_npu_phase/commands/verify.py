@@ -130,7 +130,7 @@ def verify(
     with console.progress() as say, contextlib.redirect_stdout(sys.stderr):
         say(f"loading {runner}")
         from omni_npu_phase.conformance import suite
-        from omni_npu_phase.runtimes import UnsupportedRuntimeError
+        from omni_npu_phase.releases import UnsupportedRuntimeError
 
         try:
             torch_device = suite.prepare_device(device.value)

@@ -26,8 +26,8 @@ from omni_npu_phase.conformance import model as recording
 from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
 from omni_npu_phase.conformance.scenarios import Row, Scenario, Setting, Step, Variant
 from omni_npu_phase.contract import FIELDS
-from omni_npu_phase.mtp import device_side, mtp_inputs
-from omni_npu_phase.runtimes import v2
+from omni_npu_phase.releases import v2
+from omni_npu_phase.step.mtp import device_side, mtp_inputs
 
 UNTOUCHED = 100.0
 """What the input embeddings hold before every step, so that a write to a wrong row shows."""

@@ -283,7 +283,7 @@ def _read_xfails(path: Path | None) -> dict[str, str]:
 
 
 def _or_stop(load: Callable[[], Loaded]) -> Loaded:
-    from omni_npu_phase.runtimes import UnsupportedRuntimeError
+    from omni_npu_phase.releases import UnsupportedRuntimeError
 
     try:
         # What a stack warns of while it is imported is no finding about the runner.

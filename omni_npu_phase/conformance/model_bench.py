@@ -22,8 +22,8 @@ from omni_npu_phase import contract
 from omni_npu_phase.conformance import driver
 from omni_npu_phase.conformance.model_kit import ModelUnderTest
 from omni_npu_phase.conformance.scenarios import DECODE, PREFILL, TAIL, Row, Scenario, Shows, Step, Variant
-from omni_npu_phase.mtp import output_key
-from omni_npu_phase.routing import BATCHED_HOOK, SCALAR_HOOK
+from omni_npu_phase.step.mtp import output_key
+from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
 
 _SHOWS: Mapping[str, Shows] = {name: name for name in (PREFILL, TAIL, DECODE)}
 
@@ -119,8 +119,8 @@ class ModelBench(driver._Bench):
         return {key: value for key, value in self._live()[request_id].items() if key not in written}
 
     def _keywords(self) -> Sequence[str]:
-        from omni_npu_phase.mixin import released_classes
-        from omni_npu_phase.runtimes import runtime_of
+        from omni_npu_phase.releases import runtime_of
+        from omni_npu_phase.step.v1 import released_classes
 
         return runtime_of(released_classes(type(self.runner))).keywords
 

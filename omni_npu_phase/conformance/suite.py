@@ -14,8 +14,8 @@ from omni_npu_phase.conformance import parity
 from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, one_line, verdict
 from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario, Variant
 from omni_npu_phase.contract import CLAUSES, Tier
-from omni_npu_phase.runtimes import v2
-from omni_npu_phase.versions import version_of
+from omni_npu_phase.releases import v2
+from omni_npu_phase.settings import version_of
 
 if TYPE_CHECKING:
     from omni_npu_phase.conformance.judge import Judgement
@@ -145,18 +145,18 @@ def prepare_device(name: str) -> str:
     where that is missing. Raises :class:`NoRuntimeError`; nothing may have imported torch_npu or vLLM before.
     """
     if name == "emulated":
-        from omni_npu_phase.testing import emulated_ascend
+        from omni_npu_phase import emulated_ascend
 
         try:
             emulated_ascend.activate()
             if importlib.util.find_spec("vllm_ascend") is None:
-                from omni_npu_phase.testing.emulated_ascend import vllm_ascend_standin
+                from omni_npu_phase.emulated_ascend import vllm_ascend_standin
 
                 vllm_ascend_standin.install()
             else:
-                from omni_npu_phase.testing.emulated_ascend import torchvision_standin
+                from omni_npu_phase.standins import torchvision
 
-                torchvision_standin.install()
+                torchvision.install()
         except emulated_ascend.EmulationError as error:
             raise NoRuntimeError(f"no emulated device: {error}") from error
         return "npu"
@@ -172,16 +172,16 @@ def prepare_device(name: str) -> str:
 
 def has_mixin(runner: RunnerClasses) -> bool:
     """Whether a runner's class already is one with the mixin."""
-    from omni_npu_phase.mixin import PhaseRoutingMixin
+    from omni_npu_phase.step.v1 import PhaseRoutingMixin
 
     return issubclass(runner.autoregressive, PhaseRoutingMixin)
 
 
 def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:
     """The classes as they are without the mixin, or with it. Raises UnsupportedRuntimeError for the latter."""
-    from omni_npu_phase.mixin import PhaseRoutingMixin, released_classes
-    from omni_npu_phase.model_state import PhaseStateMixin
-    from omni_npu_phase.runtimes import runtime_of
+    from omni_npu_phase.releases import runtime_of
+    from omni_npu_phase.step.v1 import PhaseRoutingMixin, released_classes
+    from omni_npu_phase.step.v2 import PhaseStateMixin
 
     def pick(cls: type) -> type:
         mixin, check = (PhaseStateMixin, v2.check) if v2.is_model_state(cls) else (PhaseRoutingMixin, runtime_of)
@@ -206,7 +206,7 @@ def variants(scenario: Scenario, mode: Mode) -> Iterator[Variant]:
 
 def _asked_for(scenario: Scenario, released: type) -> Scenario:
     """The scenario with a model that asks MTP for nothing that came after the runner's release."""
-    from omni_npu_phase.runtimes import names_in
+    from omni_npu_phase.releases import names_in
 
     known = names_in(released.__mro__, "_talker_mtp_forward")
     lone = "talker_mtp_accepts_per_row_generators" not in known

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-PLATFORM_VARIABLE = "OMNI_NPU_PHASE_PLATFORM"
+from omni_npu_phase.settings import PLATFORM_VARIABLE
 
 
 def vllm_platform() -> str | None:
@@ -21,12 +21,11 @@ def omni_platform() -> str | None:
     """Entry point of vLLM-Omni's group ``vllm_omni.platform_plugins``: the class, or None where not asked for."""
     if not _asked_for():
         return None
-    from omni_npu_phase.testing import torchaudio_standin
-    from omni_npu_phase.testing.emulated_ascend import torchvision_standin
+    from omni_npu_phase.standins import torchaudio, torchvision
 
     # vLLM-Omni resolves its platform before it imports a model, and so before anything here is needed.
-    torchaudio_standin.install()
-    torchvision_standin.install()
+    torchaudio.install()
+    torchvision.install()
     return "omni_npu_phase.platform.omni_cpu.CpuOmniPlatform"
 
 

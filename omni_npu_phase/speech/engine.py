@@ -25,10 +25,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from omni_npu_phase.platform import PLATFORM_VARIABLE
-from omni_npu_phase.results import MODE_VARIABLE
+from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE, PLATFORM_VARIABLE
 from omni_npu_phase.speech import observe
-from omni_npu_phase.speech.observe import OBSERVE_VARIABLE, Request, Row, Runner
+from omni_npu_phase.speech.observe import Request, Row, Runner
 from omni_npu_phase.speech.prompts import Prompt
 
 Device = Literal["cpu", "cuda", "npu"]

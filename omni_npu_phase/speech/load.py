@@ -22,12 +22,11 @@ from typing import Any
 
 import psutil
 
-from omni_npu_phase.results import MODE_VARIABLE, Mode
+from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE, Mode
 from omni_npu_phase.speech import engine, pipeline
 from omni_npu_phase.speech.engine import EngineError, EngineSpec
-from omni_npu_phase.speech.observe import OBSERVE_VARIABLE
 from omni_npu_phase.speech.prompts import Prompt
-from omni_npu_phase.testing.tiny_qwen3_tts import SAMPLES_PER_FRAME
+from omni_npu_phase.speech.tiny_qwen3_tts import SAMPLES_PER_FRAME
 
 START_SECONDS = 600
 ROUND_SECONDS = 300

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from omni_npu_phase import contract
+from omni_npu_phase.settings import OBSERVE_VARIABLE
 
-OBSERVE_VARIABLE = "OMNI_NPU_PHASE_OBSERVE"
 ARCHITECTURE = "Qwen3TTSTalkerForConditionalGeneration"
 
 

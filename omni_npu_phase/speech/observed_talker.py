@@ -17,10 +17,11 @@ import torch
 import vllm.envs
 from vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker import Qwen3TTSTalkerForConditionalGeneration
 
-from omni_npu_phase import contract, routing
-from omni_npu_phase.results import chosen_mode
-from omni_npu_phase.runtimes.places import V1, V2
-from omni_npu_phase.speech.observe import OBSERVE_VARIABLE, Runner
+from omni_npu_phase import contract
+from omni_npu_phase.releases.places import V1, V2
+from omni_npu_phase.settings import OBSERVE_VARIABLE, chosen_mode
+from omni_npu_phase.speech.observe import Runner
+from omni_npu_phase.step import route as routing
 
 
 class ObservedTalker(Qwen3TTSTalkerForConditionalGeneration):  # type: ignore[misc]

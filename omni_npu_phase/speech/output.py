@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omni_npu_phase import whole
+from omni_npu_phase import atomic_file
 from omni_npu_phase.speech.engine import Speech
 from omni_npu_phase.speech.report import SCHEMA, Report
 
@@ -61,12 +61,12 @@ def write(report: Report, folder: Path) -> Report:
     for index, comparison in enumerate(report.comparisons, 1):
         for kind, speech in (("chunked", comparison.chunked_speech), ("unchunked", comparison.unchunked_speech)):
             name = files[f"prompt {index}, {kind}"] = f"prompt-{index}-{kind}.wav"
-            whole.write(folder / name, lambda path, speech=speech: _write_wav(path, speech))  # type: ignore[misc]
+            atomic_file.write(folder / name, lambda path, speech=speech: _write_wav(path, speech))  # type: ignore[misc]
     files["picture"] = PICTURE
-    whole.write(folder / PICTURE, lambda path: picture.draw(report, path))
+    atomic_file.write(folder / PICTURE, lambda path: picture.draw(report, path))
     report = replace(report, files=files)
-    whole.write(folder / MARKDOWN, lambda path: path.write_text(report.to_markdown(), encoding="utf-8"))
-    whole.write(folder / JSON, lambda path: path.write_text(report.to_json(), encoding="utf-8"))
+    atomic_file.write(folder / MARKDOWN, lambda path: path.write_text(report.to_markdown(), encoding="utf-8"))
+    atomic_file.write(folder / JSON, lambda path: path.write_text(report.to_json(), encoding="utf-8"))
     return report
 
 

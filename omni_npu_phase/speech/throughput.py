@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from omni_npu_phase import __version__, contract
+from omni_npu_phase.settings import version_of
 from omni_npu_phase.speech import observe
 from omni_npu_phase.speech.engine import EngineError
 from omni_npu_phase.speech.load import Ask, Heard, LoadedEngine, LoadSpec
 from omni_npu_phase.speech.observe import Row
-from omni_npu_phase.versions import version_of
 
 REQUESTS = (1, 8, 32)
 RELEASED_BUDGET = 512

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from omni_npu_phase import __version__
-from omni_npu_phase.results import MODE_VARIABLE, chosen_mode
-from omni_npu_phase.speech import checkpoint, engine, output
+from omni_npu_phase.settings import MODE_VARIABLE, chosen_mode, version_of
+from omni_npu_phase.speech import checkpoint, engine, output, tiny_qwen3_tts
 from omni_npu_phase.speech.checkpoint import Checkpoint
 from omni_npu_phase.speech.engine import BATCH_INVARIANT_VARIABLE, Device, EngineRun, EngineSpec
 from omni_npu_phase.speech.observe import Request
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import Comparison, Report
-from omni_npu_phase.testing import tiny_qwen3_tts
-from omni_npu_phase.versions import version_of
 
 TEXTS = ("Hello world", "The rain has ended.")
 MAX_TOKENS = 40

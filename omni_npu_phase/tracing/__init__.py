@@ -12,21 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from omni_npu_phase.plan import StepPlan
+    from omni_npu_phase.step.plan import StepPlan
     from omni_npu_phase.tracing.recorder import Recorder
 
-TRACE_VARIABLE = "OMNI_NPU_PHASE_TRACE"
-"""Folder for trace files; unset or empty for none."""
-HOOKS_VARIABLE = "OMNI_NPU_PHASE_TRACE_HOOKS"
-"""``1`` to record every hook call with what it was told, which costs time for each row."""
 OBSERVER = "_omni_npu_phase_trace"
 """Where a runner keeps its observer."""
-
-
-def folder() -> Path | None:
-    """Where this process is asked to write traces."""
-    name = os.environ.get(TRACE_VARIABLE)
-    return Path(name) if name else None
 
 
 def record(runner: Any, path: str | os.PathLike[str], *, hooks: bool = False) -> Recorder:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omni_npu_phase import contract
-from omni_npu_phase.runtimes import v2
+from omni_npu_phase.releases import v2
 from omni_npu_phase.tracing.schema import BATCHED, MTP, SCALAR, Header, Row, Step, Trace
 
 SCHEMA = "omni-npu-phase/trace-check/1"

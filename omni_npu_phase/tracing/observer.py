@@ -19,8 +19,9 @@ from typing import Any
 
 from omni_npu_phase import __version__, tracing
 from omni_npu_phase.contract import FIELDS
-from omni_npu_phase.routing import BATCHED_HOOK, SCALAR_HOOK
-from omni_npu_phase.runtimes import v2
+from omni_npu_phase.releases import v2
+from omni_npu_phase.settings import TRACE_HOOKS_VARIABLE, trace_folder
+from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
 from omni_npu_phase.tracing import schema
 from omni_npu_phase.tracing.recorder import Observed, Recorder
 from omni_npu_phase.tracing.schema import Header
@@ -60,10 +61,10 @@ def watch_instances(cls: type) -> None:
     @functools.wraps(original)
     def made(self: Any, *args: Any, **keywords: Any) -> None:
         original(self, *args, **keywords)
-        folder = tracing.folder()
+        folder = trace_folder()
         if folder is not None:
             try:
-                attach(self, folder, hooks=os.environ.get(tracing.HOOKS_VARIABLE) == "1")
+                attach(self, folder, hooks=os.environ.get(TRACE_HOOKS_VARIABLE) == "1")
             except Exception as error:  # noqa: BLE001 - a trace must not stop an engine
                 logger.warning("omni-npu-phase: %s is not traced (%s)", type(self).__qualname__, error)
 

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_npu_phase import contract
-from omni_npu_phase.plan import StepPlan
-from omni_npu_phase.runtimes import v2
+from omni_npu_phase.releases import v2
+from omni_npu_phase.step.plan import StepPlan
 from omni_npu_phase.tracing import schema
 
 # vLLM shows what is logged under its own name.

@@ -44,6 +44,6 @@ def released_state() -> type:
 
 @pytest.fixture(scope="session")
 def mixed_state(released_state: type) -> type:
-    from omni_npu_phase.model_state import PhaseStateMixin
+    from omni_npu_phase.step.v2 import PhaseStateMixin
 
     return type("MixedState", (PhaseStateMixin, released_state), {})

@@ -19,16 +19,19 @@ import numpy as np
 import pytest
 import torch
 
-from omni_npu_phase import contract, mixin, plan, results, routing
+from omni_npu_phase import contract
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.gather import Gathered
 from omni_npu_phase.conformance.model import NEW_IDS
 from omni_npu_phase.contract import FIELDS, MTP_INPUTS, ContractError
-from omni_npu_phase.mixin import PhaseRoutingMixin
-from omni_npu_phase.mtp import TalkerMtp, mtp_inputs
-from omni_npu_phase.plan import Run, StepPlan
-from omni_npu_phase.results import BatchResult, Call, Deviations
-from omni_npu_phase.state import StateWrites, live_info
+from omni_npu_phase.step import plan, results
+from omni_npu_phase.step import route as routing
+from omni_npu_phase.step import v1 as mixin
+from omni_npu_phase.step.live import StateWrites, live_info
+from omni_npu_phase.step.mtp import TalkerMtp, mtp_inputs
+from omni_npu_phase.step.plan import Run, StepPlan
+from omni_npu_phase.step.results import BatchResult, Call, Deviations
+from omni_npu_phase.step.v1 import PhaseRoutingMixin
 
 _Phase, _Port = mixin._Phase, mixin._RunnerPort
 

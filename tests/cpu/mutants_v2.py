@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from omni_npu_phase import model_state
-from omni_npu_phase.model_state import PhaseStateMixin
-from omni_npu_phase.plan import StepPlan
-from omni_npu_phase.runtimes import v2
+from omni_npu_phase.releases import v2
+from omni_npu_phase.step import v2 as model_state
+from omni_npu_phase.step.plan import StepPlan
+from omni_npu_phase.step.v2 import PhaseStateMixin
 from tests.cpu.mutants import Change, Mutant
 
 _Port = model_state._StatePort

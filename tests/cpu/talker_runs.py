@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from omni_npu_phase.settings import OBSERVE_VARIABLE
+
 
 def talker_runs(model: Path, cases: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
     """Run each case: ``texts`` by request, and keywords of ``talker_engine``; ``sampling`` is for every request.
@@ -35,13 +37,13 @@ def talker_runs(model: Path, cases: list[dict[str, Any]], **environment: str) ->
 
 def main(model: Path) -> None:
     from omni_npu_phase.speech import observe
-    from omni_npu_phase.testing.talker_engine import prepare, talker_engine
+    from omni_npu_phase.speech.talker_engine import prepare, talker_engine
 
     prepare()
     for case in json.loads(sys.stdin.read()):
         texts, sampling = case.pop("texts"), case.pop("sampling", {})
         with tempfile.TemporaryDirectory() as folder:
-            os.environ[observe.OBSERVE_VARIABLE] = folder
+            os.environ[OBSERVE_VARIABLE] = folder
             with talker_engine(model, **case) as engine:
                 for request_id, text in texts.items():
                     engine.submit(request_id, text, **sampling)

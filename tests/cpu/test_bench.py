@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from omni_npu_phase.bench import timing
 from omni_npu_phase.bench.steps import Case
 from omni_npu_phase.bench.timing import Result
-from omni_npu_phase.cli import app
+from omni_npu_phase.commands.app import app
 
 KEYS = {
     *("rows", "hidden", "hook", "mix", "updates", "released_us", "mixin_us", "ratio", "ratio_min", "ratio_max"),

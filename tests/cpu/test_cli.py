@@ -14,8 +14,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from omni_npu_phase import __version__
-from omni_npu_phase.cli import app
 from omni_npu_phase.commands import console
+from omni_npu_phase.commands.app import app
 from omni_npu_phase.conformance.scenarios import SCENARIOS
 
 

@@ -20,7 +20,7 @@ from omni_npu_phase.conformance.judge import Judgement, judge
 from omni_npu_phase.conformance.report import Report, verdict
 from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, Variant
 from omni_npu_phase.contract import CLAUSES
-from omni_npu_phase.runtimes import UnsupportedRuntimeError
+from omni_npu_phase.releases import UnsupportedRuntimeError
 
 CPU = torch.device("cpu")
 # What the released 0.30 V1 runner does not keep; README.md says where in its source.

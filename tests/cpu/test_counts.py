@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from omni_npu_phase import mixin, state
 from omni_npu_phase.bench.counts import count_step
 from omni_npu_phase.bench.steps import Case, Steps, engineless
 from omni_npu_phase.buffers import gather
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.cpu import CpuBufferHelper
 from omni_npu_phase.contract import ContractError
+from omni_npu_phase.step import live as state
+from omni_npu_phase.step import v1 as mixin
 
 # Thousands of steps: what runs in them is counted in other tests, and tracing would take minutes.
 pytestmark = pytest.mark.no_cover

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from omni_npu_phase import platform
-from omni_npu_phase.testing import tiny_qwen3_tts
+from omni_npu_phase.settings import PLATFORM_VARIABLE
+from omni_npu_phase.speech import tiny_qwen3_tts
 
 from .talker_runs import talker_runs
 
@@ -80,7 +81,7 @@ def test_off_leaves_the_runner_of_an_engine_as_released() -> None:
 
 @pytest.mark.parametrize("asked", ["", "cuda", "CPU"])
 def test_nothing_is_active_unless_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(platform.PLATFORM_VARIABLE, asked)
+    monkeypatch.setenv(PLATFORM_VARIABLE, asked)
     assert platform.vllm_platform() is None
     assert platform.omni_platform() is None
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from omni_npu_phase import doctor
-from omni_npu_phase.cli import app
+from omni_npu_phase.commands.app import app
 from omni_npu_phase.conformance.scenarios import BY_ID
 from omni_npu_phase.contract import CLAUSES
 from tests.cpu.mutants import MUTANTS

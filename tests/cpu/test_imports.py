@@ -35,10 +35,10 @@ def _python(code: str, **environment: str) -> str:
     [
         "omni_npu_phase",
         "omni_npu_phase.contract",
-        "omni_npu_phase.plan",
+        "omni_npu_phase.step.plan",
         "omni_npu_phase.plugin",
         "omni_npu_phase.doctor",
-        "omni_npu_phase.look",
+        "omni_npu_phase.lint.checkpoint",
         "omni_npu_phase.lint.files",
         "omni_npu_phase.tracing",
         "omni_npu_phase.tracing.observer",

@@ -15,7 +15,7 @@ import pytest
 from omni_npu_phase.conformance import parity, suite
 from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS
 from omni_npu_phase.contract import CLAUSES
-from omni_npu_phase.versions import version_of
+from omni_npu_phase.settings import version_of
 from tests.cpu.kit_sessions import PLUGIN, run_kit
 from tests.cpu.mutants import MUTANTS
 

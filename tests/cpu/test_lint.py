@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from omni_npu_phase.cli import app
+from omni_npu_phase.commands.app import app
 from omni_npu_phase.contract import CLAUSES
 from omni_npu_phase.lint import expressions, files, findings, ignores, operations, values, walk
 from omni_npu_phase.lint.files import lint

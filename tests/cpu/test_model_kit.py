@@ -153,7 +153,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complet
     """vLLM-Omni's talker with the tiny checkpoint, in a process of its own: the platform is chosen once a process."""
     folder = tmp_path_factory.mktemp("talker")
     command = [sys.executable, "-m", "pytest", "-p", "omni_npu_phase.conformance.pytest_plugin", "-rxX", "-q"]
-    options = ["--phase-model", "omni_npu_phase.testing.tiny_talker:under_test", "--phase-xfail", str(FINDINGS)]
+    options = ["--phase-model", "omni_npu_phase.speech.tiny_talker:under_test", "--phase-xfail", str(FINDINGS)]
     done = subprocess.run(
         [*command, "--pyargs", "omni_npu_phase.conformance", *options, "--junitxml=junit.xml"],
         cwd=folder,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omni_npu_phase import contract
 from omni_npu_phase.contract import ContractError
-from omni_npu_phase.plan import Run, StepPlan, plan_step
+from omni_npu_phase.step.plan import Run, StepPlan, plan_step
 
 # P, C, S and the free buffer rows before the row's own.
 rows_of_a_step = st.lists(

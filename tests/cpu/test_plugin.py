@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from omni_npu_phase import PhaseRoutingMixin, plugin, workers
-from omni_npu_phase.platform import PLATFORM_VARIABLE
-from omni_npu_phase.runtimes import UnsupportedRuntimeError
-from omni_npu_phase.runtimes.places import PLACES, V1
+from omni_npu_phase.releases import UnsupportedRuntimeError
+from omni_npu_phase.releases.places import PLACES, V1
+from omni_npu_phase.settings import PLATFORM_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("ar", "generation")
@@ -97,7 +97,7 @@ def test_installed_and_taken_back(kind: str) -> None:
 def test_model_runner_v2() -> None:
     from vllm_omni.worker_v2.model_states import omni_model_state
 
-    from omni_npu_phase.model_state import PhaseStateMixin
+    from omni_npu_phase.step.v2 import PhaseStateMixin
 
     released = omni_model_state.OmniModelState
     plugin.install()
@@ -433,7 +433,7 @@ def test_what_is_not_known_stays_and_is_named(source: str | None, reason: str, p
 def test_an_unexpected_error_stops_no_engine(python: Python, tmp_path: Path) -> None:
     folder = _fake_release(tmp_path, "class GPUARModelRunner: pass")
     code = (
-        f"import sys; sys.modules['omni_npu_phase.mixin'] = None; {LOGGED};"
+        f"import sys; sys.modules['omni_npu_phase.step.v1'] = None; {LOGGED};"
         "import vllm_omni.worker.gpu_ar_model_runner as m; print(m.GPUARModelRunner)"
     )
     done = python(code, folder)

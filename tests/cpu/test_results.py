@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from omni_npu_phase import results
 from omni_npu_phase.contract import MTP_INPUTS, ContractError
-from omni_npu_phase.results import Call, Deviations
+from omni_npu_phase.step import results
+from omni_npu_phase.step.results import Call, Deviations
 
 WIDTH = 4
 IDS = torch.tensor([7])

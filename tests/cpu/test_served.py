@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from omni_npu_phase.speech import engine, observe, pipeline
+from omni_npu_phase.settings import OBSERVE_VARIABLE
+from omni_npu_phase.speech import engine, observe, pipeline, tiny_qwen3_tts
 from omni_npu_phase.speech.engine import EngineSpec
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import AUDIO_TOLERANCE
-from omni_npu_phase.testing import tiny_qwen3_tts
 
 openai = pytest.importorskip("openai")
 
@@ -69,7 +69,7 @@ def _serving(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
             ],
             stdout=log,
             stderr=log,
-            env={**os.environ, **engine.environment("cpu"), observe.OBSERVE_VARIABLE: str(folder)},
+            env={**os.environ, **engine.environment("cpu"), OBSERVE_VARIABLE: str(folder)},
             start_new_session=True,
         )
     try:

@@ -26,12 +26,11 @@ import psutil
 import pytest
 import torch
 
-from omni_npu_phase.speech import engine, observe, output, picture
+from omni_npu_phase.speech import engine, observe, output, picture, tiny_qwen3_tts
 from omni_npu_phase.speech.engine import EngineError, EngineRun, EngineSpec
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import AUDIO_TOLERANCE, Report
 from omni_npu_phase.speech.validate import BadInputError, Options, budgets, validate
-from omni_npu_phase.testing import tiny_qwen3_tts
 
 from .talker_runs import talker_runs
 
@@ -95,7 +94,7 @@ def test_the_runner_of_each_engine_is_on_record(spoken: Report, folder: Path) ->
         assert (runner["mixin"], runner["mode"]) == ("PhaseRoutingMixin", "strict")
         assert runner["classes"][0] == "omni_npu_phase.platform.runner.CpuARModelRunner"
         released = runner["classes"].index("vllm_omni.worker.gpu_model_runner.OmniGPUModelRunner")
-        assert runner["classes"].index("omni_npu_phase.mixin.PhaseRoutingMixin") < released
+        assert runner["classes"].index("omni_npu_phase.step.v1.PhaseRoutingMixin") < released
         assert runner["batch_invariant"] is False
     assert recorded["VLLM_BATCH_INVARIANT"].startswith("0: ")
     for comparison in spoken.comparisons:
@@ -199,7 +198,7 @@ def test_audio_of_the_tiny_checkpoint_is_heard(spoken: Report) -> None:
 
 SPAN_GUARD = """
 from dataclasses import replace
-from omni_npu_phase import mixin
+from omni_npu_phase.step import v1 as mixin
 
 def install():
     planned = mixin.plan_step
@@ -213,7 +212,7 @@ def install():
 
 ALTERED_ROWS = """
 def install():
-    from omni_npu_phase import routing
+    from omni_npu_phase.step import route as routing
     route = routing.route
     def altered(plan, port):
         route(plan, port)

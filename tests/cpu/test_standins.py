@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from omni_npu_phase.testing.torchaudio_standin import melscale_fbanks
+from omni_npu_phase.standins.torchaudio import melscale_fbanks
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_unscaled_filters_peak_at_one() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torchaudio") is not None, reason="torchaudio is installed")
 def test_more_than_the_one_function_is_refused_by_name() -> None:
     code = """
-from omni_npu_phase.testing import torchaudio_standin
-torchaudio_standin.install()
-torchaudio_standin.install()
+from omni_npu_phase.standins import torchaudio
+torchaudio.install()
+torchaudio.install()
 from torchaudio.functional import melscale_fbanks
 import torchaudio
 from transformers.utils.import_utils import is_torchaudio_available

@@ -18,12 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from omni_npu_phase import contract
-from omni_npu_phase.cli import app
-from omni_npu_phase.speech import load, observe, throughput
+from omni_npu_phase.commands.app import app
+from omni_npu_phase.speech import load, observe, throughput, tiny_qwen3_tts
 from omni_npu_phase.speech.engine import EngineError
 from omni_npu_phase.speech.load import Ask, Heard, LoadedEngine, LoadSpec
 from omni_npu_phase.speech.observe import Row
-from omni_npu_phase.testing import tiny_qwen3_tts
 
 TEXT = "The rain has ended."
 LONG = TEXT * 8

@@ -24,15 +24,17 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from omni_npu_phase import contract, mixin, plugin, tracing
-from omni_npu_phase.cli import app
+from omni_npu_phase import contract, plugin, tracing
+from omni_npu_phase.commands.app import app
 from omni_npu_phase.conformance import driver, driver_v2, parity, suite
 from omni_npu_phase.conformance.driver import Recording, Variant, run_scenario
 from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, row
-from omni_npu_phase.mtp import device_side
-from omni_npu_phase.plan import Run, StepPlan
-from omni_npu_phase.routing import BATCHED_HOOK
-from omni_npu_phase.testing import tiny_qwen3_tts
+from omni_npu_phase.settings import TRACE_VARIABLE
+from omni_npu_phase.speech import tiny_qwen3_tts
+from omni_npu_phase.step import v1 as mixin
+from omni_npu_phase.step.mtp import device_side
+from omni_npu_phase.step.plan import Run, StepPlan
+from omni_npu_phase.step.route import BATCHED_HOOK
 from omni_npu_phase.tracing import observer, recorder, schema
 from omni_npu_phase.tracing.check import SHOWN, Check, check
 from omni_npu_phase.tracing.compare import compare
@@ -1028,7 +1030,7 @@ def test_what_is_no_file_is_written_to_and_stays(mixed_trace: Path, tmp_path: Pa
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv(tracing.TRACE_VARIABLE, str(tmp_path / "traces"))
+    monkeypatch.setenv(TRACE_VARIABLE, str(tmp_path / "traces"))
     yield tmp_path / "traces"
     plugin.uninstall()
 
@@ -1080,7 +1082,7 @@ def test_a_real_engine(kind: str, tmp_path: Path) -> None:
         **{"texts": {"a": "Hello world", "b": "The rain has ended."}, "budget": 7},
         **({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if kind == "on" else {}),
     }
-    environment = {tracing.TRACE_VARIABLE: str(tmp_path), "OMNI_NPU_PHASE": kind}
+    environment = {TRACE_VARIABLE: str(tmp_path), "OMNI_NPU_PHASE": kind}
     (run,) = talker_runs(tiny_qwen3_tts.cached(), [case], **environment)
     traces = schema.find(tmp_path)
     assert [(trace.header.tp, trace.header.mixin) for trace in traces] == (

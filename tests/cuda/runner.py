@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from omni_npu_phase import PhaseRoutingMixin
-from omni_npu_phase.runtimes import Runtime, v0_30
+from omni_npu_phase.releases import Runtime, v0_30
 
 HIDDEN, CODES = 16, 8
 PROMPT, MTP = 1.0, 100.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni_npu_phase import runtimes
+from omni_npu_phase import releases as runtimes
 from omni_npu_phase.buffers.cuda import CudaBufferHelper
 from omni_npu_phase.contract import IS_PREFILL
 from tests.cuda.device import Device

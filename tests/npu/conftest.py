@@ -66,7 +66,7 @@ def device() -> Any:
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> Any:
     """The emulated device, for tests that count; hardware has no such counters."""
-    from omni_npu_phase.testing import emulated_ascend
+    from omni_npu_phase import emulated_ascend
 
     if request.config.stash[_DEVICE] != "emulated":
         pytest.skip("counters are the emulated device's")

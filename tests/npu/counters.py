@@ -21,7 +21,7 @@ def lines() -> Iterator[str]:
         suite.prepare_device("emulated")
         import torch
 
-        from omni_npu_phase.testing import emulated_ascend
+        from omni_npu_phase import emulated_ascend
         from tests.npu.test_steps import ROWS, count_step
 
         released = suite.load_runner("npu-v1")

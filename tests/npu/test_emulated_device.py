@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
-from omni_npu_phase.testing import emulated_ascend
-from omni_npu_phase.testing.emulated_ascend import Counts, Device, EmulationError, library, vllm_ascend_standin
+from omni_npu_phase import emulated_ascend
+from omni_npu_phase.emulated_ascend import Counts, Device, EmulationError, library, vllm_ascend_standin
+from omni_npu_phase.settings import CACHE_VARIABLE
 
 if importlib.util.find_spec("torch_npu") is None:
     pytest.skip("torch_npu is not installed; the emulated device needs it", allow_module_level=True)
@@ -832,7 +833,7 @@ def test_every_function_torch_npu_links_against_is_answered(npu: Device) -> None
 def _in_a_process(body: str, **environment: str) -> str:
     code = f"""
 import sys
-from omni_npu_phase.testing import emulated_ascend
+from omni_npu_phase import emulated_ascend
 try:
     {body}
     print("done")
@@ -845,8 +846,8 @@ except emulated_ascend.EmulationError as error:
 
 
 ACTIVATE = "emulated_ascend.activate()"
-INSTALL = "from omni_npu_phase.testing.emulated_ascend import vllm_ascend_standin as s; s.install()"
-TORCHVISION = "from omni_npu_phase.testing.emulated_ascend import torchvision_standin as t; t.install()"
+INSTALL = "from omni_npu_phase.emulated_ascend import vllm_ascend_standin as s; s.install()"
+TORCHVISION = "from omni_npu_phase.standins import torchvision as t; t.install()"
 PRETEND = "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
 
 
@@ -907,7 +908,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo picky 1 && exit 0\necho "no such luck" >&2\nexit 3\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv(library.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     with pytest.raises(EmulationError, match="no such luck") as caught:
         library.build("2.13.0")
     assert caught.value.code == "compile_failed"
@@ -916,15 +917,15 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(library.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
-    with pytest.raises(EmulationError, match=library.CACHE_VARIABLE) as caught:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    with pytest.raises(EmulationError, match=CACHE_VARIABLE) as caught:
         library.build("2.13.0")
     assert caught.value.code == "cache_unwritable"
 
 
 def test_importing_it_loads_no_torch() -> None:
     loaded = "[name for name in sys.modules if 'torch' in name]"
-    code = f"import sys; from omni_npu_phase.testing import emulated_ascend; print({loaded})"
+    code = f"import sys; from omni_npu_phase import emulated_ascend; print({loaded})"
     done = _run("-c", code)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
@@ -941,7 +942,7 @@ def test_on_hardware_these_tests_are_skipped(tmp_path: Path) -> None:
 # ---- the compiled libraries -----------------------------------------------------------------------------------------
 
 
-BUILD = "from omni_npu_phase.testing.emulated_ascend import library; print(library.build({version!r}))"
+BUILD = "from omni_npu_phase.emulated_ascend import library; print(library.build({version!r}))"
 
 
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
@@ -962,7 +963,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
 
 def test_processes_may_compile_at_the_same_time(tmp_path: Path) -> None:
     code = BUILD.format(version="2.13.0")
-    environment = {**os.environ, library.CACHE_VARIABLE: str(tmp_path)}
+    environment = {**os.environ, CACHE_VARIABLE: str(tmp_path)}
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         for _ in range(4)
@@ -1002,9 +1003,15 @@ def test_the_vllm_ascend_stand_in_refuses(
 
 def test_a_torchvision_that_does_not_import_is_named(tmp_path: Path) -> None:
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    line = _in_a_process(TORCHVISION, PYTHONPATH=_before(tmp_path))
-    assert line.startswith("torchvision_broken")
-    assert "torchvision::nms does not exist" in line
+    code = f"try:\n    {TORCHVISION}\nexcept ImportError as error:\n    print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": _before(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "torchvision::nms does not exist" in done.stdout
 
 
 def test_the_torchvision_stand_in_is_there_only_where_torchvision_is_not() -> None:
@@ -1039,15 +1046,15 @@ def test_both_npu_runner_classes_import() -> None:
         pytest.skip("vllm-omni is not installed")
     code = """
 import importlib.util
-from omni_npu_phase.testing import emulated_ascend
+from omni_npu_phase import emulated_ascend
 emulated_ascend.activate()
 if importlib.util.find_spec("vllm_ascend") is None:
-    from omni_npu_phase.testing.emulated_ascend import vllm_ascend_standin
+    from omni_npu_phase.emulated_ascend import vllm_ascend_standin
     vllm_ascend_standin.install()
     vllm_ascend_standin.install()
 else:
-    from omni_npu_phase.testing.emulated_ascend import torchvision_standin
-    torchvision_standin.install()
+    from omni_npu_phase.standins import torchvision
+    torchvision.install()
 from vllm_omni.platforms.npu.worker.npu_ar_model_runner import NPUARModelRunner
 from vllm_omni.platforms.npu.worker.npu_generation_model_runner import NPUGenerationModelRunner
 from vllm_omni.platforms import current_omni_platform

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM-Omni 0.30, Model Runner V2: everything that is taken from its model state, and from what it works on."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from omni_npu_phase.releases import Taken, UnsupportedRuntimeError, method_mismatches, say_untested
+
+RELEASE = "0.30"
+NAME = f"vLLM-Omni {RELEASE} (Model Runner V2)"
+GATHERING_HOOK = "preprocess_decode_batch_mrv2"
+"""V2's own batched hook; the released state prefers it to the one of V1."""
+WARMUP = "_warmup_"
+"""How the ids of requests begin that vLLM makes to warm up with, and that a model's hooks must not see."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """What is taken from one class: its methods, and attributes that it has or its constructor sets."""
+
+    methods: Mapping[str, Taken] = field(default_factory=dict)
+    attributes: tuple[str, ...] = ()
+
+    def mismatches(self, classes: Sequence[type]) -> list[str]:
+        lines = [line for name, taken in self.methods.items() for line in method_mismatches(classes, name, taken)]
+        known = _set_by(classes)
+        return lines + [f"no attribute {name}" for name in self.attributes if name not in known]
+
+
+_STATE = _Class(
+    methods={
+        "run_preprocess": Taken(("input_batch", "model_inputs", "req_states", "mtp_batch_descriptor_dispatcher")),
+        "run_postprocess": Taken(("hidden_states", "input_batch")),
+        "_stage_batched_preprocess_inputs": Taken(("req_indices", "device")),
+        "_write_batched_gpu_preprocess_updates": Taken(("req_indices", "updates_by_req", "gpu_keys")),
+        "_run_batched_mtp": Taken(
+            (
+                "mtp_batches",
+                "input_ids",
+                "embeds",
+                "input_batch",
+                "gpu_keys",
+                "mtp_batch_descriptor_dispatcher",
+                "*",
+                "prepacked_mtp_inputs",
+            )
+        ),
+        "_call_mtp_runner": Taken(),
+        "_get_mtp_generator": Taken(("req_id", "sampling_params", "device")),
+        "_is_mtp_graph_runner": Taken(()),
+    },
+    attributes=("model", "has_preprocess", "intermediate_buffer", "_decode_preprocess", "_mtp_sample_uniforms"),
+)
+_BESIDE = {
+    "OmniIntermediateBuffer": _Class(
+        methods={"update": Taken(("req_index", "updates", "gpu_resident_keys"))}, attributes=("buffers",)
+    ),
+    "RequestState": _Class(attributes=("prompt_len", "req_id_to_index")),
+    "InputBatch": _Class(
+        attributes=(
+            "req_ids",
+            "num_reqs",
+            "idx_mapping_np",
+            "num_scheduled_tokens",
+            "num_computed_tokens_np",
+            "query_start_loc_np",
+            "input_ids",
+        )
+    ),
+}
+"""By the names that the model state's module has for them."""
+
+
+def prompt_lens(req_states: Any) -> Any:
+    """The host copy of the requests' prompt lengths, by request slot; None where there is none.
+
+    ``prefill_len`` is another number: after a preemption it counts recomputed outputs too.
+    """
+    return getattr(getattr(req_states, "prompt_len", None), "np", None)
+
+
+def num_computed(input_batch: Any) -> Any:
+    """The batch's host progress before the step, by row; None where there is none."""
+    return getattr(input_batch, "num_computed_tokens_np", None)
+
+
+def is_model_state(cls: type) -> bool:
+    """Whether a class is meant as a model state of Model Runner V2, and not as a V1 runner."""
+    return callable(getattr(cls, "run_preprocess", None))
+
+
+def mismatches(released: Sequence[type]) -> list[str]:
+    """What the classes lack or have otherwise, one line each; empty when they are a model state of this runtime.
+
+    ``released``: the classes behind the mixin in method resolution order.
+    """
+    lines = _STATE.mismatches(released)
+    owner = next((cls for cls in released if "run_preprocess" in vars(cls)), None)
+    if owner is not None:
+        module = sys.modules[owner.__module__]
+        for name, taken in _BESIDE.items():
+            cls = getattr(module, name, None)
+            found = taken.mismatches(cls.__mro__) if isinstance(cls, type) else [f"not in {module.__name__}"]
+            lines += [f"{name}: {line}" for line in found]
+    return lines
+
+
+@cache
+def check(released: tuple[type, ...]) -> None:
+    """Refuse classes that are no model state of this runtime. Raises :class:`UnsupportedRuntimeError` with the list.
+
+    A release that was not tested is noted as :func:`~omni_npu_phase.releases.runtime_of` does.
+    """
+    lines = mismatches(released)
+    if lines:
+        raise UnsupportedRuntimeError(
+            f"{released[0].__module__}.{released[0].__qualname__} is no model state that omni-npu-phase knows. "
+            f"{NAME}: {'; '.join(lines)}"
+        )
+    say_untested(NAME, RELEASE)
+
+
+def _set_by(classes: Sequence[type]) -> set[str]:
+    """Attributes of the classes, and names that their constructors use: an instance has no others by itself."""
+    names = {name for cls in classes for name in vars(cls)}
+    for cls in classes:
+        code = getattr(inspect.unwrap(vars(cls).get("__init__", object)), "__code__", None)
+        names.update(code.co_names if code is not None else ())
+    return names

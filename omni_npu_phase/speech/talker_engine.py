@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's engine core with vLLM-Omni's Qwen3-TTS talker, in this process and on the CPU platform, for tests.
+
+Everything is the released code, but for the platform's workers. :func:`prepare` must run before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omni_npu_phase.settings import PLATFORM_VARIABLE
+
+ARCHITECTURE = "Qwen3TTSTalkerForConditionalGeneration"
+_ENVIRONMENT = {
+    PLATFORM_VARIABLE: "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def prepare() -> None:
+    """Set this process's environment for an engine of its own."""
+    os.environ.update(_ENVIRONMENT)
+
+
+class TalkerEngine:
+    """An engine core and what it has produced: ``tokens`` by request, in order."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.tokens: dict[str, list[int]] = {}
+        self.prompt_lens: dict[str, int] = {}
+
+    def submit(self, request_id: str, text: str, *, speaker: str = "vivian", **sampling: Any) -> int:
+        """Queue one request, greedy unless ``sampling`` says otherwise; returns its prompt's length in tokens."""
+        from vllm import SamplingParams
+        from vllm_omni.engine import OmniEngineCoreRequest
+        from vllm_omni.engine.serialization import serialize_additional_information
+
+        from omni_npu_phase.speech.prompts import Prompt
+
+        prompt = Prompt(text, speaker, "english")
+        length = self.prompt_lens[request_id] = prompt.length(Path(self.core.vllm_config.model_config.model))
+        settings = {"temperature": 0.0, "max_tokens": 6, "stop_token_ids": [2150], "detokenize": False, **sampling}
+        message = OmniEngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=[1] * length,
+            mm_features=None,
+            sampling_params=SamplingParams(**settings),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            additional_information=serialize_additional_information(prompt.information),
+        )
+        message.external_req_id = request_id
+        request, wave = self.core.preprocess_add_request(message)
+        # vLLM's core drops what it does not know; vLLM-Omni's own core process carries these two over.
+        request.additional_information, request.external_req_id = message.additional_information, request_id
+        self.core.add_request(request, wave)
+        self.tokens[request_id] = []
+        return length
+
+    def run(self) -> dict[str, list[int]]:
+        """Step until every request has ended; returns ``tokens``."""
+        while self.core.scheduler.has_unfinished_requests() or self.core.batch_queue:
+            outputs, _ = self.core.step_fn()
+            for output in outputs[0].outputs if outputs and 0 in outputs else []:
+                self.tokens[output.request_id] += output.new_token_ids
+        return self.tokens
+
+
+@contextmanager
+def talker_engine(
+    model: Path, *, budget: int = 64, asynchronous: bool = False, **settings: Any
+) -> Iterator[TalkerEngine]:
+    """An engine of the talker stage with ``budget`` tokens a step; ``settings`` are vLLM-Omni's engine arguments."""
+    config = talker_config(model, budget=budget, asynchronous=asynchronous, **settings)
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    try:
+        yield TalkerEngine(core)
+    finally:
+        core.shutdown()
+
+
+def talker_config(model: Path, *, budget: int = 64, asynchronous: bool = False, **settings: Any) -> Any:
+    """vLLM's configuration of that engine."""
+    import vllm_omni.patch  # noqa: F401
+    from vllm_omni.engine.arg_utils import OmniEngineArgs
+
+    scheduler = "OmniARAsyncScheduler" if asynchronous else "OmniARScheduler"
+    arguments = {
+        "model": str(model),
+        "stage_id": 0,
+        "model_stage": "qwen3_tts",
+        "model_arch": ARCHITECTURE,
+        "worker_type": "ar",
+        "engine_output_type": "latent",
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": min(4, budget),
+        "max_num_batched_tokens": budget,
+        "enable_prefix_caching": False,
+        "trust_remote_code": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        "block_size": 32,
+        "enable_chunked_prefill": True,
+        "subtalker_sampling_params": {"do_sample": False},
+        "disable_log_stats": True,
+        "distributed_executor_backend": "uni",
+        "async_scheduling": asynchronous,
+        "scheduler_cls": f"vllm_omni.core.sched.omni_ar_scheduler.{scheduler}",
+        **settings,
+    }
+    return OmniEngineArgs(**arguments).create_engine_config()

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``PhaseStateMixin``: the contract on a model state of vLLM-Omni's Model Runner V2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omni_npu_phase import buffers
+from omni_npu_phase.buffers.base import BufferHelper, Rows
+from omni_npu_phase.contract import ContractError
+from omni_npu_phase.releases import v2
+from omni_npu_phase.settings import Mode, chosen_mode
+from omni_npu_phase.step import route as routing
+from omni_npu_phase.step.plan import Run, StepPlan, plan_step
+from omni_npu_phase.step.results import Deviations
+from omni_npu_phase.step.v1 import released_classes
+from omni_npu_phase.tracing import note_plan
+
+
+class PhaseStateMixin:
+    """Gives a released V2 model state the phase contract; list it before the state class.
+
+    ``class State(PhaseStateMixin, OmniModelState)`` is the whole use. Input selection, the refresh of the static
+    embeddings buffer, staging, MTP and what is stored stay with the released code; rows, fields and hooks are ours.
+
+    Model Runner V2 has other names: a model has MTP if it has ``mtp``; ``preprocess_decode_batch_mrv2`` comes before
+    ``preprocess_decode_batch``, and takes all decode rows of a step at once; ``preprocess_batch_mrv2`` gets the
+    live buffers of the step's prefill rows, before the other hooks. These get copies of live buffers, without keys that
+    are no strings. Rows of requests named ``_warmup_...`` get no hook.
+
+    ``phase_mode`` is as on :class:`~omni_npu_phase.step.v1.PhaseRoutingMixin`. Raises
+    :class:`~omni_npu_phase.contract.ContractError` as the clauses say, and
+    :class:`~omni_npu_phase.releases.UnsupportedRuntimeError` on first use with a state it does not know.
+    """
+
+    phase_mode: Mode | None = None
+
+    # What is taken from the released state.
+    model: Any
+    device: torch.device
+    has_preprocess: bool
+    intermediate_buffer: Any
+    _decode_preprocess: Callable[..., Any] | None
+    _stage_batched_preprocess_inputs: Callable[[list[int], torch.device], None]
+    _write_batched_gpu_preprocess_updates: Callable[..., None]
+    _run_batched_mtp: Callable[..., None]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # A wrong mode is refused when the class is made, not in a serving engine's first step.
+        chosen_mode(cls.phase_mode)
+
+    def run_preprocess(
+        self,
+        input_batch: Any,
+        model_inputs: dict[str, Any],
+        req_states: Any = None,
+        mtp_batch_descriptor_dispatcher: Callable[[int], Any] | None = None,
+    ) -> None:
+        """One step up to the model forward, in ``model_inputs``' own tensors; arguments are the released state's."""
+        phase = _phase_of(self)
+        released = super().run_preprocess  # type: ignore[misc]
+        if phase.mode == "off" or not self.has_preprocess:
+            released(input_batch, model_inputs, req_states, mtp_batch_descriptor_dispatcher)
+            return
+
+        v2.check(released_classes(type(self), PhaseStateMixin))
+        # In a step without rows the released code only selects ids and embeddings.
+        released(_without_rows(input_batch), model_inputs, req_states, mtp_batch_descriptor_dispatcher)
+        embeds = model_inputs["inputs_embeds"]
+        ids = model_inputs.get("input_ids")
+        if ids is None:
+            ids = input_batch.input_ids
+
+        rows = _rows_with_hooks(self, phase, input_batch, req_states)
+        if not rows:
+            return
+        plan = _plan(input_batch, req_states, rows, buffer_rows=len(embeds))
+        note_plan(self, plan)
+        port = _StatePort(self, phase, plan, input_batch, rows, ids, embeds, mtp_batch_descriptor_dispatcher)
+        self._stage_batched_preprocess_inputs(port.slots, embeds.device)
+        preprocess_batch = getattr(self.model, "preprocess_batch_mrv2", None)
+        prefill = [row for row in range(len(plan)) if plan.prefill[row]]
+        if callable(preprocess_batch) and prefill:
+            preprocess_batch(req_infos=port.infos(prefill), device=embeds.device)
+        routing.route(plan, port)
+
+    # The released code owns what it stores by copying it to the host. From the host nothing is copied there (T9).
+
+    def _call_mtp_runner(self, *args: Any, **keywords: Any) -> Any:
+        """MTP by the released code."""
+        embeds, codes = super()._call_mtp_runner(*args, **keywords)  # type: ignore[misc]
+        return embeds, _phase_of(self).owned_on_host(codes) if isinstance(codes, torch.Tensor) else codes
+
+    def run_postprocess(self, hidden_states: torch.Tensor, input_batch: Any) -> None:
+        """Postprocess by the released code."""
+        super().run_postprocess(_phase_of(self).owned_on_host(hidden_states), input_batch)  # type: ignore[misc]
+
+
+@dataclass(slots=True)
+class _Phase:
+    """What the mixin keeps on its state between steps."""
+
+    mode: Mode
+    deviations: Deviations
+    helper: BufferHelper
+
+    def owned_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor; any other tensor as it is."""
+        return tensor if self.mode == "off" or tensor.device.type != "cpu" else self.helper.snapshot(tensor)
+
+
+def _phase_of(state: Any) -> _Phase:
+    phase: _Phase | None = state.__dict__.get("_omni_npu_phase")
+    if phase is None:
+        mode = chosen_mode(state.phase_mode)
+        phase = _Phase(mode, Deviations(mode), buffers.for_device(torch.device(state.device)))
+        state.__dict__["_omni_npu_phase"] = phase
+    return phase
+
+
+def _without_rows(input_batch: Any) -> Any:
+    batch = copy.copy(input_batch)
+    batch.num_reqs = 0
+    return batch
+
+
+def _rows_with_hooks(state: Any, phase: _Phase, input_batch: Any, req_states: Any) -> list[int]:
+    """Rows of the input batch whose requests get hooks: none of the warm-up, and none without a live buffer.
+
+    Raises E4 for a row whose request state, or a length of it, is unknown.
+    """
+    slots_by_id = getattr(req_states, "req_id_to_index", {})
+    prompt_lens, progress = v2.prompt_lens(req_states), v2.num_computed(input_batch)
+    rows = []
+    for row in range(input_batch.num_reqs):
+        slot, request_id = int(input_batch.idx_mapping_np[row]), input_batch.req_ids[row]
+        live_id = state.intermediate_buffer.buffers[slot].get("req_id")
+        if str(live_id).startswith(v2.WARMUP):
+            continue
+        for missing, what in (
+            (slots_by_id.get(request_id) != slot, "a request state"),
+            (prompt_lens is None, "a prompt length on the host"),
+            (progress is None or len(progress) != input_batch.num_reqs, "a progress on the host, one per row"),
+        ):
+            if missing:
+                raise ContractError("E4", requests=[request_id], rows=[row], expected=what, actual="none")
+        if live_id is None:
+            error = ContractError("E4", requests=[request_id], rows=[row], expected="a live buffer", actual="none")
+            phase.deviations.report(state.model, "live buffer", error)
+        else:
+            rows.append(row)
+    return rows
+
+
+def _plan(input_batch: Any, req_states: Any, rows: list[int], buffer_rows: int) -> StepPlan:
+    """The step's plan from the current input batch and request states (M3, M4, M7, E4)."""
+    return plan_step(
+        [input_batch.req_ids[row] for row in rows],
+        v2.prompt_lens(req_states)[input_batch.idx_mapping_np[rows]],
+        v2.num_computed(input_batch)[rows],
+        input_batch.num_scheduled_tokens[rows],
+        input_batch.query_start_loc_np[rows],
+        buffer_rows=buffer_rows,
+    )
+
+
+class _StatePort:
+    """The V2 model state as the route sees it, for one step."""
+
+    def __init__(
+        self,
+        state: Any,
+        phase: _Phase,
+        plan: StepPlan,
+        input_batch: Any,
+        rows: list[int],
+        ids: torch.Tensor,
+        embeds: torch.Tensor,
+        dispatcher: Callable[[int], Any] | None,
+    ) -> None:
+        self._state = state
+        self._plan = plan
+        self._batch = input_batch
+        self._batch_rows = rows
+        self._dispatcher = dispatcher
+        self._helper = phase.helper
+        self.slots = input_batch.idx_mapping_np[rows].tolist()
+        self.ids = ids
+        self.embeds = embeds
+        self.model = state.model
+        self.deviations = phase.deviations
+        self.has_batched_hook = callable(state._decode_preprocess)
+        self.gathers = callable(getattr(self.model, v2.GATHERING_HOOK, None))
+        self.mtp_width: int | None = None
+        self._resident: Any = getattr(self.model, "gpu_resident_buffer_keys", set())
+        if getattr(self.model, "mtp", None) is not None:
+            self.mtp_width = embeds.shape[-1]
+            self._hidden, self._text_step = (embeds.new_empty(sum(plan.eligible), self.mtp_width) for _ in range(2))
+
+    def info(self, row: int) -> dict[Any, Any]:
+        info: dict[Any, Any] = self._state.intermediate_buffer.buffers[self.slots[row]]
+        return info
+
+    def infos(self, rows: Sequence[int]) -> list[dict[Any, Any]]:
+        return list(map(self.info, rows))
+
+    def call_scalar(self, row: int, info: dict[Any, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
+        return self.model.preprocess(ids, embeds, **_named(info))
+
+    def call_batch(self, run: Run, infos: list[dict[Any, Any]], ids: torch.Tensor) -> Any:
+        raw = self._state._decode_preprocess(
+            input_ids=ids, input_embeds=self.embeds[self.locate(run)], req_infos=[_named(info) for info in infos]
+        )
+        if self.mtp_width is None and isinstance(raw, tuple) and len(raw) == 5 and self.deviations.mode != "strict":
+            # Models without MTP had to return five values to the released state, which always unpacks five.
+            return raw[0], raw[1], raw[4]
+        return raw
+
+    def locate(self, run: Run) -> Rows:
+        return self._helper.rows([self._plan.offsets[row] for row in run.rows])
+
+    def lend_ids(self, where: Rows) -> torch.Tensor:
+        return self.ids[where]
+
+    def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
+        if embeds is not None:
+            self._helper.put(self.embeds, where, embeds)
+        if ids is not None:
+            self._helper.put(self.ids, where, ids)
+
+    def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
+        slots = [self.slots[row] for row in rows]
+        # The released code takes out of the dictionaries what it has stored, and a hook may have returned live ones.
+        own = [self._two_levels(update) if isinstance(update, dict) else {} for update in updates]
+        if len(rows) > 1:
+            self._state._write_batched_gpu_preprocess_updates(slots, own, self._resident)
+        for slot, update in zip(slots, own, strict=True):
+            self._state.intermediate_buffer.update(slot, update, self._resident)
+
+    def _two_levels(self, update: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            key: {inner: self._owned(own) for inner, own in value.items()}
+            if isinstance(value, dict)
+            else self._owned(value)
+            for key, value in update.items()
+        }
+
+    def _owned(self, value: Any) -> Any:
+        """What the released code stores as it is where the device is the host, so that the hook can go on using it."""
+        if isinstance(value, list):
+            return [self._owned(item) for item in value]
+        on_host = isinstance(value, torch.Tensor) and value.device.type == self._helper.device.type == "cpu"
+        return self._helper.snapshot(value) if on_host else value
+
+    def fill_mtp(
+        self, position: int, where: Rows, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor
+    ) -> None:
+        stop = position + hidden.shape[0]
+        self._helper.copy(self._hidden[position:stop], hidden)
+        self._helper.copy(self._text_step[position:stop], text_step)
+        # The released MTP step reads embeddings from the step's own buffer, of which the others may be a part.
+        self._helper.put(self.embeds, where, embeds)
+
+    gather_mtp = fill_mtp
+
+    def own(self) -> None:
+        """Everything is copied as soon as it is handed over."""
+
+    def run_mtp(self, rows: Sequence[int]) -> None:
+        # A generator is one stream (T8). The released loop over rows joins their results, which may lie in the same
+        # memory (T9) and be no codes for some (T11).
+        size = 1 if self._takes_rows_apart(rows) else len(rows)
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
+            packed = self._hidden[some], self._text_step[some]
+            self._state._run_batched_mtp(
+                [(self._batch_rows[row], self._plan.offsets[row], packed) for row in rows[some]],
+                self.ids,
+                self.embeds,
+                self._batch,
+                self._resident,
+                self._dispatcher,
+                prepacked_mtp_inputs=packed,
+            )
+
+    def _takes_rows_apart(self, rows: Sequence[int]) -> bool:
+        """Whether some row has its own generator, and MTP takes neither one per row nor noise drawn before."""
+        state = self._state
+        if getattr(self.model, "mtp_accepts_per_row_generators", False):
+            return False
+        if state._is_mtp_graph_runner() and state._mtp_sample_uniforms is not None:
+            return False
+        return any(
+            state._get_mtp_generator(info["req_id"], info.get("sampling_params"), self.ids.device) is not None
+            for info in self.infos(rows)
+        )
+
+
+def _named(info: dict[Any, Any]) -> dict[str, Any]:
+    return {key: value for key, value in info.items() if isinstance(key, str)}
