@@ -134,6 +134,7 @@ E5b A batched hook's odd result is an error, and nothing of that batch is writte
 E6  mtp_inputs of a row that is not eligible are dropped.
 E7  An eligible row without mtp_inputs keeps its embedding and gets no codes; warned once.
 E8  A hook result that aliases the runner's own buffer is copied correctly.
+E9  A live buffer, or one of its groups, that is no dictionary is an error that touches no other request.
 """,
     ),
 )
@@ -186,9 +187,9 @@ class ContractError(RuntimeError):
         who = f"hook {self.hook}, " if self.hook else ""
         many = "s" if len(self.requests) != 1 else ""
         requests = ", ".join(repr(request) for request in self.requests)
-        rows = ", ".join(str(row) for row in self.rows)
+        rows = f", row{many} {', '.join(map(str, self.rows))}" if self.rows else ""
         return (
-            f"[{self.clause}] {who}request{many} {requests}, row{many} {rows}: "
+            f"[{self.clause}] {who}request{many} {requests}{rows}: "
             f"expected {self.expected}, got {self.actual}. ({CLAUSES[self.clause].sentence})"
         )
 

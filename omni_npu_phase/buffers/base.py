@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
-
-from omni_npu_phase.buffers.ownership import reachable
 
 Rows: TypeAlias = "slice | torch.Tensor"
 """Where rows lie in a buffer: a slice when contiguous, else a device index as :meth:`BufferHelper.rows` made it."""
@@ -28,22 +26,12 @@ class BufferHelper:
         self.is_host = device.type == "cpu"
         self._offsets: list[int] = []
         self._rows: Rows = slice(0, 0)
-        self._lent: list[torch.Tensor] = []
         self._padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=device)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory kept from step to step.
-
-        An int64 index for twice the rows of the largest scattered step, and token ids for twice the tokens of the
-        largest step that lent them.
-        """
-        index = self._rows.nbytes if isinstance(self._rows, torch.Tensor) else 0
-        return self._padding.nbytes + index + self._lent_bytes
-
-    @property
-    def _lent_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._lent)
+        """Bytes of memory kept from step to step: an int64 index for the rows of the last scattered step."""
+        return self._padding.nbytes + (self._rows.nbytes if isinstance(self._rows, torch.Tensor) else 0)
 
     def rows(self, offsets: Sequence[int]) -> Rows:
         """Locate rows by their offsets, staging a device index only where they are scattered.
@@ -64,8 +52,21 @@ class BufferHelper:
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def copy(self, dest: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor of the same shape into ``dest``, from this device or the host, cast to its dtype."""
+        """Copy a tensor of the same shape into ``dest``, from this device or the host, cast to its dtype.
+
+        ``source`` may be the destination, or overlap it in any way (E8).
+        """
+        if not _same_memory(source, dest):
+            self._write(dest, source.clone() if _shares_storage(source, dest) else source)
+
+    def _write(self, dest: torch.Tensor, source: torch.Tensor) -> None:
         dest.copy_(source, non_blocking=True)
+
+    def copy_all(self, dests: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """The same for several tensors, each of the shape of its destination; one source may be another's destination
+        and is read then as it was written."""
+        for dest, source in zip(dests, sources, strict=True):
+            self.copy(dest, source)
 
     def take(self, source: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         """Copy ``source[rows]`` into ``out``, which has as many rows; casts to its dtype. Must not overlap."""
@@ -83,88 +84,61 @@ class BufferHelper:
         in any way (E8).
         """
         if isinstance(rows, slice):
-            target = dest[rows]
-            if _same_memory(source, target):
-                return
-            target.copy_(source.clone() if _shares_storage(source, dest) else source)
+            self.copy(dest[rows], source)
         else:
             # index_copy_ refuses another dtype and reads its source while it writes.
             source = source.clone() if _shares_storage(source, dest) else source
             dest.index_copy_(0, rows, source if source.dtype == dest.dtype else source.to(dest.dtype))
 
-    def gather(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Copy rows of shape (1, width) into ``out``, which has as many, cast to its dtype. Must not overlap."""
-        if len(rows) == 1:
-            out.copy_(rows[0])
-        else:
-            torch.cat(list(rows), out=out)
-
-    def lend(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy, of shape (rows,), for somebody who may keep it: its memory is used again only if nobody did.
-
-        One lent copy is in use at a time: the next call may write over the memory of the last.
-        """
-        rows = source.shape[0]
-        fits = self._lent and self._lent[0].shape[0] >= rows and self._lent[0].dtype == source.dtype
-        if not fits or reachable(self._lent, held=1):
-            self._lent = [torch.empty(max(64, 2 * rows), dtype=source.dtype, device=source.device)]
-        lent = self._lent[0][:rows]
-        lent.copy_(source)
-        return lent
-
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An owned copy on this device of a tensor that may lie on the host."""
-        if tensor.device == self.device:
-            return self.snapshot(tensor)
-        owned = torch.empty_like(tensor, device=self.device)
-        self.copy(owned, tensor)
-        return owned
-
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """An owned, contiguous copy on the same device: later writes to ``tensor`` do not reach it (T9)."""
         own = tensor.detach() if tensor.requires_grad else tensor
+        if own.layout is not torch.strided or own.is_quantized:
+            return own.clone()
         return own.clone(memory_format=torch.contiguous_format)
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One owned block of bytes, uint8 on the same device, with a copy of every tensor, of any shape and dtype (T9).
-
-        One device operation however many tensors there are; :meth:`unpack` gives them back.
-        """
-        pieces: list[torch.Tensor] = []
-        for tensor in tensors:
-            piece = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            pieces += [piece, self._padding[: -piece.numel() % _ALIGNMENT]]
-        return torch.cat(pieces)
-
-    def unpack(self, block: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of a packed block, in order and shaped as ``like``: views of it, which share its memory."""
-        copies, start = [], 0
-        for tensor in like:
-            size = tensor.numel() * tensor.element_size()
-            copies.append(block[start : start + size].view(tensor.dtype).reshape(tensor.shape))
-            start += size + -size % _ALIGNMENT
-        return copies
-
-    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One owned block, shape (tensors, ...), with a copy of every tensor (T9); all have one shape and dtype.
 
         One device operation however many there are; ``block.unbind()`` gives them back as views.
         """
-        if len(tensors) == 1:
-            return self.snapshot(tensors[0]).unsqueeze(0)
         # Tensors of another memory format would be stacked in theirs.
         return torch.stack(list(tensors)).detach().contiguous()
 
     def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Blocks of any shape and dtype as owned host memory, in order: one transfer and one wait for all of them."""
-        if len(blocks) < 2:
-            return [self._to_host(block) for block in blocks]
+        """Owned blocks of any shape and dtype as host memory, in order: one transfer and one wait for all of them."""
+        packed = [block for block in blocks if _packs(block)]
+        if len(packed) < 2:
+            return [self._to_host(block) if _packs(block) else block.to("cpu") for block in blocks]
         # Each in memory of its own: what was fetched together need not live as long as the last of it.
-        return [part.clone() for part in self.unpack(self._to_host(self.pack(blocks)), blocks)]
+        host = iter([part.clone() for part in _unpacked(self._to_host(self._pack(packed)), packed)])
+        return [next(host) if _packs(block) else block.to("cpu") for block in blocks]
+
+    def _pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One block of bytes with a copy of every tensor, of any shape and dtype, in one device operation."""
+        pieces: list[torch.Tensor] = []
+        for tensor in tensors:
+            piece = tensor.contiguous().reshape(-1).view(torch.uint8)
+            pieces += [piece, self._padding[: -piece.numel() % _ALIGNMENT]]
+        return torch.cat(pieces)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this device as owned host memory, there when this returns: one transfer and one wait."""
         return tensor.to("cpu")
+
+
+def _packs(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be packed with others, as bytes."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def _unpacked(block: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors of a packed block, in order and shaped as ``like``: views of it."""
+    start = 0
+    for tensor in like:
+        size = tensor.numel() * tensor.element_size()
+        yield block[start : start + size].view(tensor.dtype).reshape(tensor.shape)
+        start += size + -size % _ALIGNMENT
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

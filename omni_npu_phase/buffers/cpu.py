@@ -12,7 +12,7 @@ from omni_npu_phase.buffers.base import BufferHelper
 
 
 class CpuBufferHelper(BufferHelper):
-    """Indices are staged in one reused array, and a packed block already is owned host memory.
+    """Indices are staged in one reused array, and an owned block already is host memory.
 
     A host tensor is not owned for being on the host: here the MTP's output buffer is host memory too (T9).
     """
@@ -23,7 +23,7 @@ class CpuBufferHelper(BufferHelper):
 
     @property
     def held_bytes(self) -> int:
-        return self._padding.nbytes + self._staging.nbytes + self._lent_bytes
+        return self._padding.nbytes + self._staging.nbytes
 
     def _stage(self, values: list[int]) -> torch.Tensor:
         if len(values) > len(self._staging):
@@ -31,6 +31,9 @@ class CpuBufferHelper(BufferHelper):
         staged = self._staging[: len(values)]
         staged[:] = values
         return torch.from_numpy(staged)
+
+    def copy_all(self, dests: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(list(dests), list(sources))
 
     def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(blocks)

@@ -26,10 +26,10 @@ class CudaBufferHelper(StagedBufferHelper):
             _refuse("a row index")
         return super()._stage(values)
 
-    def copy(self, dest: torch.Tensor, source: torch.Tensor) -> None:
+    def _write(self, dest: torch.Tensor, source: torch.Tensor) -> None:
         if source.device.type == "cpu" and torch.cuda.is_current_stream_capturing():
             _refuse("a host tensor")
-        super().copy(dest, source)
+        super()._write(dest, source)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():

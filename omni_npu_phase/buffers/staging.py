@@ -76,7 +76,7 @@ class StagedBufferHelper(BufferHelper):
 
     @property
     def held_bytes(self) -> int:
-        return self._padding.nbytes + self._index.nbytes + self._staging.held_bytes + self._lent_bytes
+        return self._padding.nbytes + self._index.nbytes + self._staging.held_bytes
 
     def _stage(self, values: list[int]) -> torch.Tensor:
         if len(values) > self._index.numel():
@@ -85,7 +85,7 @@ class StagedBufferHelper(BufferHelper):
         self._staging.upload(index, torch.tensor(values, dtype=torch.int64))
         return index
 
-    def copy(self, dest: torch.Tensor, source: torch.Tensor) -> None:
+    def _write(self, dest: torch.Tensor, source: torch.Tensor) -> None:
         if source.device.type == "cpu":
             self._staging.upload(dest, source)
         else:

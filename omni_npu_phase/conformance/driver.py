@@ -27,7 +27,8 @@ from omni_npu_phase.conformance.model import HIDDEN, Log, RecordingModel
 from omni_npu_phase.conformance.scenarios import Row, Scenario, Setting, Step, Variant
 from omni_npu_phase.contract import FIELDS
 from omni_npu_phase.releases import v2
-from omni_npu_phase.step.mtp import device_side, mtp_inputs
+from omni_npu_phase.step.mtp import mtp_inputs
+from omni_npu_phase.step.port import device_side
 
 UNTOUCHED = 100.0
 """What the input embeddings hold before every step, so that a write to a wrong row shows."""

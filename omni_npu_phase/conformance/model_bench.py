@@ -120,7 +120,7 @@ class ModelBench(driver._Bench):
 
     def _keywords(self) -> Sequence[str]:
         from omni_npu_phase.releases import runtime_of
-        from omni_npu_phase.step.v1 import released_classes
+        from omni_npu_phase.step.port import released_classes
 
         return runtime_of(released_classes(type(self.runner))).keywords
 

@@ -180,12 +180,13 @@ def has_mixin(runner: RunnerClasses) -> bool:
 def classes_for(mode: Mode, runner: RunnerClasses) -> RunnerClasses:
     """The classes as they are without the mixin, or with it. Raises UnsupportedRuntimeError for the latter."""
     from omni_npu_phase.releases import runtime_of
-    from omni_npu_phase.step.v1 import PhaseRoutingMixin, released_classes
+    from omni_npu_phase.step.port import released_classes
+    from omni_npu_phase.step.v1 import PhaseRoutingMixin
     from omni_npu_phase.step.v2 import PhaseStateMixin
 
     def pick(cls: type) -> type:
         mixin, check = (PhaseStateMixin, v2.check) if v2.is_model_state(cls) else (PhaseRoutingMixin, runtime_of)
-        behind = released_classes(cls, mixin)
+        behind = released_classes(cls)
         if mode == "released":
             return behind[0]
         check(behind)

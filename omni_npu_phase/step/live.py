@@ -1,338 +1,250 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes into the per-request intermediate buffer: merged as vLLM-Omni merges them, and owned (R8, T9)."""
+"""Live buffers: the dictionary a runner keeps for each request, and what hooks, ``postprocess`` and MTP store in it.
+
+vLLM-Omni merges an update one level deep: ``{"meta": {"x": 1}}`` sets ``x`` and leaves the rest of the group ``meta``.
+Two rules decide what becomes of a tensor in an update.
+
+* It is copied in the call that stores it (T9). A hook may fill one tensor again for each row, return a slice of state
+  that it keeps, or hand over memory that a graph writes to; nobody asks who else can reach the tensor. A container is
+  built anew only where it holds a tensor, so a hook's own nested state stays its own (M9).
+* A device tensor goes to the host, unless the model names its key in ``gpu_resident_buffer_keys``. What a step stores
+  goes there in one transfer, at the end of the step's writes. Until then its copy on the device stands in its place.
+  A hook may put something else there meanwhile, and that stays. A hook may also move the copy within its buffer, or
+  replace the buffer; then the copy stays on the device, where the hook put it. Nothing writes to it any more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
 
 from omni_npu_phase.buffers.base import BufferHelper
-from omni_npu_phase.buffers.ownership import reachable
+from omni_npu_phase.contract import FIELDS, MTP_INPUTS, ContractError
 
-_LARGE = 1 << 12
-"""Elements from which on a tensor is stored alone: a part keeps the whole block that it lies in alive."""
-_SMALL = 1 << 12
-"""Bytes of memory of which a tensor may be a part and still keep it alive."""
+_NEVER_STORED = frozenset((*FIELDS, MTP_INPUTS))
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 """Kinds of values in which there is no tensor: asked first, since most values are of them."""
+_LARGE = 1 << 12
+"""Elements from which on a tensor is copied alone, since a part of a stack keeps the whole stack alive."""
 
-
-def live_infos(runner: Any, request_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """The live buffers of requests, each made where it is missing (M9)."""
-    live = runner.model_intermediate_buffer
-    # An empty buffer is no missing one, but looks like it; live_info tells them apart.
-    return [live.get(request_id) or live_info(runner, request_id) for request_id in request_ids]
-
-
-def live_info(runner: Any, request_id: str) -> dict[str, Any]:
-    """The live buffer of a request, made where it is missing (M9).
-
-    It is mirrored to the request's state, where models written for older releases read it.
-    """
-    info: dict[str, Any] | None = runner.model_intermediate_buffer.get(request_id)
-    if info is None:
-        info = runner.model_intermediate_buffer[request_id] = {}
-        runner.requests[request_id].additional_information_cpu = info
-    return info
-
-
-_Place: TypeAlias = "tuple[Any, Any, bool]"
-"""Where a tensor was put in a live buffer: which dictionary or list, under which key or index, and whether it stays on
-its device. A plain tuple: one is made for every tensor."""
+Key: TypeAlias = "tuple[Any, Any]"
+"""A group of the live buffer, and a name in it."""
+_ALL_DICTIONARIES = {dict}
+_NO_GROUP: dict[Any, Any] = {}
+_DTYPE = attrgetter("dtype")
 
 
 @dataclass(slots=True)
-class _Stored:
-    """Tensors in live buffers, and the place of each."""
+class _Leaving:
+    """A block on the device, whose parts stand under ``name`` in containers until it is on the host."""
 
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    places: list[_Place] = field(default_factory=list)
+    block: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    containers: Sequence[Any]
+    name: Any
 
-    def add(self, tensor: torch.Tensor, place: _Place) -> None:
-        self.tensors.append(tensor)
-        self.places.append(place)
+    def arrive(self, host: torch.Tensor) -> None:
+        first = self.parts[0]
+        hosts: Sequence[torch.Tensor] = (host,)
+        if first is not self.block:
+            hosts = host.split_with_sizes([1] * len(host)) if first.ndim == host.ndim else host.unbind()
+        for container, part, arrived in zip(self.containers, self.parts, hosts, strict=False):
+            if _at(container, self.name) is part:
+                container[self.name] = arrived
 
-    def clear(self) -> None:
-        self.tensors.clear()
-        self.places.clear()
+
+class _Writes(threading.local):
+    """The block of writes under way in one thread. An output thread may run postprocess beside a step."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.leaving: list[_Leaving] = []
 
 
-class StateWrites:
-    """The writes of one step into live buffers; what goes from the device to the host goes in one transfer.
+class LiveBuffers:
+    """The live buffers of one runner, whose own dictionaries are looked up anew in every call.
 
-    Every value is in its place when a method returns, so later hooks of the step see it. A tensor is there as it was
-    handed in until :meth:`own` has looked at who can still reach it, before the next hook runs. One that nobody reaches
-    is owned as it is; the others are copied, tensors alike together. :meth:`finish` puts host copies in the place of
-    those that leave the device. Such a copy goes wherever its original still is: in its place, in another one of the
-    same buffer, or in a buffer that has replaced the request's since.
+    ``with live:`` makes a block of writes. When the outermost block of a thread ends, also in an error, what leaves the
+    device is on the host.
     """
 
     def __init__(self, runner: Any, helper: BufferHelper) -> None:
         self._runner = runner
         self._helper = helper
-        self._resident = getattr(runner.model, "gpu_resident_buffer_keys", ())
-        self._new = _Stored()
-        """Handed in since the last look at who can reach what."""
-        self._waiting = _Stored()
-        """Out of every hook's reach, and to leave the device."""
-        self._leaving: list[tuple[torch.Tensor, _Stored]] = []
-        """Blocks that :meth:`finish` brings to the host, each with the places of its rows."""
-        self._written: dict[str, dict[str, Any]] = {}
-        """The live buffer of each request when a tensor that leaves the device was first written to it."""
+        self._writes = _Writes()
 
-    def store(self, request_id: str, update: Any) -> None:
-        """Merge an update dictionary into its request's live buffer (R8).
+    def __enter__(self) -> None:
+        self._writes.depth += 1
 
-        Nested dictionaries merge one level deep. A tensor under a ``(key, qualifier)`` pair of the model's
-        ``gpu_resident_buffer_keys`` stays on its device, owned; every other device tensor becomes an owned host copy.
-        An update that is empty or no dictionary, and a request without state, are passed over.
+    def __exit__(self, *error: object) -> None:
+        self._writes.depth -= 1
+        if not self._writes.depth:
+            self.transfer()
+
+    def of(self, request_ids: Sequence[str]) -> list[Any]:
+        """The live buffers of requests, each made where it is missing (M9).
+
+        Raises :class:`~omni_npu_phase.contract.ContractError` (E9) for one that is no dictionary.
         """
-        if not isinstance(update, dict) or not update:
-            return
-        state = self._runner.requests.get(request_id)
-        if state is None:
-            return
-        info = live_info(self._runner, request_id)
-        for key, value in update.items():
-            if isinstance(value, dict):
-                nested = info.setdefault(key, {})
-                for qualifier, inner in value.items():
-                    if type(inner) in _PLAIN:
-                        nested[qualifier] = inner
-                    else:
-                        self._place(nested, qualifier, inner, (key, qualifier) in self._resident)
-            else:
-                self._place(info, key, value, False)
-        state.additional_information_cpu = info
-        if not self._helper.is_host:
-            self._written.setdefault(request_id, info)
+        live = self._runner.model_intermediate_buffer
+        infos = list(map(live.get, request_ids))
+        if set(map(type, infos)) != _ALL_DICTIONARIES:
+            for row, request_id in enumerate(request_ids):
+                if infos[row] is None:
+                    infos[row] = live[request_id] = {}
+                    # Models written for older releases read it there.
+                    self._runner.requests[request_id].additional_information_cpu = infos[row]
+                elif not isinstance(infos[row], MutableMapping):
+                    raise _no_dictionary(request_id, "its live buffer", infos[row])
+        return infos
 
-    def store_copies(self, request_id: str, update: Any) -> None:
-        """The same for an update that its maker still holds: it is copied before it is put in its place, where other
-        threads may read it."""
-        if isinstance(update, dict):
-            update = {
-                key: {inner: self._copied(own, (key, inner) in self._resident) for inner, own in value.items()}
-                if isinstance(value, dict)
-                else self._copied(value, False)
-                for key, value in update.items()
-            }
-        self.store(request_id, update)
-        del update
-        self.own()
+    def store(self, request_ids: Sequence[str], updates: Sequence[Mapping[Any, Any]]) -> None:
+        """Merge each request's update into its live buffer (R8). Every request has a state.
 
-    def _copied(self, value: Any, resident: bool) -> Any:
-        if isinstance(value, list):
-            return [self._copied(item, False) for item in value]
-        if not isinstance(value, torch.Tensor):
-            return value
-        return self._helper.snapshot(value) if self._packs(value) else self._kept(value, resident)
+        Tensors that several updates have under one key are copied together if they are small and of one shape and
+        dtype. Runner-owned fields and MTP inputs are dropped (M9, E6). Raises
+        :class:`~omni_npu_phase.contract.ContractError` (E9) for a group that is no dictionary; nothing is written then.
+        """
+        infos = self.of(request_ids)
+        groups = {key for update in updates for key, value in update.items() if isinstance(value, dict)}
+        _check_groups(request_ids, infos, groups)
+        columns: dict[Key, list[tuple[Any, Any]]] = {}
+        for info, update in zip(infos, updates, strict=True):
+            for key, value in update.items():
+                if isinstance(value, dict):
+                    group = info.setdefault(key, {})
+                    for name, inner in value.items():
+                        if type(inner) in _PLAIN:
+                            group[name] = inner
+                        else:
+                            columns.setdefault((key, name), []).append((group, inner))
+                elif key not in _NEVER_STORED:
+                    columns.setdefault((None, key), []).append((info, value))
+        if columns:
+            resident = self._resident
+            for column_key, column in columns.items():
+                self._place(column, column_key[1], column_key in resident)
+        self._mirror(request_ids, infos)
 
-    def store_codes(
-        self,
-        request_ids: Sequence[str],
-        key: tuple[Any, Any],
-        codes: torch.Tensor,
-        marks: Mapping[tuple[Any, Any], torch.Tensor],
-    ) -> None:
+    def store_codes(self, request_ids: Sequence[str], key: Key, codes: Any, marks: Mapping[Key, torch.Tensor]) -> None:
         """Store row i of ``codes``, shape (rows, ...), with request i, beside element i of each of ``marks`` (T5).
 
-        They stay where they are if the codes' key is resident, and a mark also if its own is. ``marks`` are handed
-        over: they are not copied.
+        A request beyond the last row of codes gets none. ``marks`` are handed over, not copied; they stay on the device
+        where the codes do.
         """
-        infos = live_infos(self._runner, request_ids)
+        infos, resident = self.of(request_ids), self._resident
+        keys = (key, *marks)
+        _check_groups(request_ids, infos, {group for group, _ in keys})
+        in_group = {group: [info.setdefault(group, {}) for info in infos] for group, _ in keys}
+        if isinstance(codes, torch.Tensor):
+            owned = self._helper.snapshot(codes)
+            rows = owned.split_with_sizes([1] * len(owned)) if len(owned) else ()
+            none = (owned[:0],) * (len(infos) - len(rows))
+            self._put(owned, (*rows, *none), in_group[key[0]], key[1], key in resident)
+        else:
+            for row, group in enumerate(in_group[key[0]]):
+                self._place([(group, codes[row : row + 1])], key[1], key in resident)
+        for (group, name), mark in marks.items():
+            stays = key in resident or (group, name) in resident
+            self._put(mark, mark.unbind(), in_group[group], name, stays)
+        self._mirror(request_ids, infos)
+
+    def transfer(self) -> None:
+        """Bring what leaves the device to the host now, in one transfer and one wait."""
+        leaving = self._writes.leaving
+        if leaving:
+            self._writes.leaving = []
+            for each, host in zip(leaving, self._helper.fetch([each.block for each in leaving]), strict=True):
+                each.arrive(host)
+
+    @property
+    def _resident(self) -> Any:
+        return getattr(getattr(self._runner, "model", None), "gpu_resident_buffer_keys", ())
+
+    def _mirror(self, request_ids: Sequence[str], infos: Sequence[Any]) -> None:
+        requests = self._runner.requests
         for request_id, info in zip(request_ids, infos, strict=True):
-            self._runner.requests[request_id].additional_information_cpu = info
-        if not self._helper.is_host:
-            for request_id, info in zip(request_ids, infos, strict=True):
-                self._written.setdefault(request_id, info)
-        resident = key in self._resident
-        owned = self._copied(codes, resident)
-        # Each request gets its row as a slice; where there are fewer rows, the others get empty ones.
-        count = owned.shape[0]
-        if count:
-            self._put_column(infos[:count], key, owned, owned.split_with_sizes([1] * count), resident)
-        for info in infos[count:]:
-            info.setdefault(key[0], {})[key[1]] = self._kept(codes[:0], resident)
-        for name, marked in marks.items():
-            stays = resident or name in self._resident
-            column = marked if self._packs(marked) else self._kept(marked, stays)
-            self._put_column(infos, name, column, column.unbind(), stays)
+            requests[request_id].additional_information_cpu = info
 
-    def _put_column(
-        self,
-        infos: Sequence[dict[str, Any]],
-        name: tuple[Any, Any],
-        column: torch.Tensor,
-        parts: Sequence[torch.Tensor],
-        resident: bool,
-    ) -> None:
-        """Put each part of an owned column into its live buffer."""
-        group, qualifier = name
-        for info, part in zip(infos, parts, strict=True):
-            info.setdefault(group, {})[qualifier] = part
-        if not (resident or self._helper.is_host) and column.device == self._helper.device:
-            places = [(info[group], qualifier, False) for info in infos]
-            self._leaving.append((column, _Stored(list(parts), places)))
-
-    def own(self) -> None:
-        """Copy what the hook that just returned can still reach, which the next one might write over (T9).
-
-        Nothing but live buffers may hold tensors of earlier updates when this is called.
-        """
-        new = self._new
-        if not new.tensors:
+    def _place(self, column: Sequence[tuple[Any, Any]], name: Any, resident: bool) -> None:
+        """Put a value of each container under ``name`` of it, owned."""
+        if len(column) > 1 and (block := self._stacked([value for _, value in column])) is not None:
+            self._put(block, block.unbind(), [container for container, _ in column], name, resident)
             return
-        # Held by what is new, and by the live buffer.
-        reached = set(reachable(new.tensors, held=2))
-        copied = _Stored()
-        for position, (tensor, place) in enumerate(zip(new.tensors, new.places, strict=True)):
-            stays = tensor.is_cpu or place[2]
-            if position in reached or not (_is_whole(tensor) if stays else self._packs(tensor)):
-                copied.add(tensor, place)
-            elif not stays:
-                self._waiting.add(tensor, place)
-        new.clear()
-        if copied.tensors:
-            self._copy(copied)
-
-    def finish(self) -> None:
-        """Own what is new, then bring what leaves the device to the host."""
-        self.own()
-        if self._waiting.tensors:
-            waiting, self._waiting = self._waiting, _Stored()
-            self._leaving += [(self._block(kind.tensors), kind) for kind in _kinds(waiting)]
-        if self._leaving:
-            leaving, self._leaving = self._leaving, []
-            blocks = self._helper.fetch([block for block, _ in leaving])
-            for block, (_, stored) in zip(blocks, leaving, strict=True):
-                self._move(stored, _parts(block, stored))
-        self._written.clear()
-
-    def _block(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Tensors that nobody else reaches as one block. A single one need not be copied for that."""
-        if len(tensors) > 1:
-            return self._helper.join(tensors)
-        return tensors[0].detach().contiguous().unsqueeze(0)
-
-    def _copy(self, handed: _Stored) -> None:
-        """Put owned copies in the places of tensors, in one device operation for each kind of them."""
-        packed = _Stored()
-        for tensor, place in zip(handed.tensors, handed.places, strict=True):
-            if self._packs(tensor):
-                packed.add(tensor, place)
+        for container, value in column:
+            if isinstance(value, torch.Tensor):
+                owned = self._helper.snapshot(value)
+                self._put(owned, (owned,), (container,), name, resident)
+            elif isinstance(value, list):
+                container[name] = items = list(value)
+                for index, item in enumerate(items):
+                    self._place([(items, item if isinstance(item, torch.Tensor) else self._owned(item))], index, False)
             else:
-                _replace(place, tensor, self._kept(tensor, place[2]))
-        for kind in _kinds(packed):
-            block = self._helper.join(kind.tensors)
-            self._move(kind, block.unbind())
-            if not (kind.places[0][2] or self._helper.is_host):
-                self._leaving.append((block, kind))
+                container[name] = self._owned(value)
 
-    def _move(self, stored: _Stored, copies: Sequence[torch.Tensor]) -> None:
-        """Put copies in the places of what is stored, and also where hooks have put the originals since: into buffers
-        that replaced those which they were written to, and, unless all stayed in their places, elsewhere in the same.
+    def _put(
+        self, block: torch.Tensor, parts: Sequence[torch.Tensor], containers: Sequence[Any], name: Any, resident: bool
+    ) -> None:
+        """Put each part of an owned block under ``name`` of its container."""
+        for container, part in zip(containers, parts, strict=True):
+            container[name] = part
+        if not (resident or self._helper.is_host or block.is_cpu) and parts:
+            self._writes.leaving.append(_Leaving(block, parts, containers, name))
+
+    def _stacked(self, values: Sequence[Any]) -> torch.Tensor | None:
+        """Small tensors of one shape and dtype as rows of a new block; None for any others."""
+        first = values[0]
+        if type(first) is not torch.Tensor or first.layout is not torch.strided or first.numel() > _LARGE:
+            return None
+        try:
+            # Only of different dtypes would a stack be made nonetheless.
+            return self._helper.stack(values) if set(map(_DTYPE, values)) == {first.dtype} else None
+        except (AttributeError, RuntimeError, TypeError):
+            return None
+
+    def _owned(self, value: Any) -> Any:
+        """A value whose tensors, at any depth, are copies on the same device; the value itself if there is none in it.
+
+        The released runner leaves these on their device too.
         """
-        originals, stored.tensors = stored.tensors, list(copies)
-        stayed = True
-        for place, original, copy in zip(stored.places, originals, copies, strict=True):
-            stayed &= _replace(place, original, copy)
-        live = self._runner.model_intermediate_buffer
-        searched = [
-            known
-            for request_id, info in self._written.items()
-            if (known := live.get(request_id)) is not info or not stayed
-        ]
-        if searched:
-            by_original = {id(original): copy for original, copy in zip(originals, copies, strict=True)}
-            for info in searched:
-                if isinstance(info, dict):
-                    _swap_all(info, by_original)
-
-    def _place(self, dest: Any, key: Any, value: Any, resident: bool) -> None:
-        """Put a value into a live buffer, or a list of values; tensors until :meth:`own` as they are."""
-        # Also what is stored there already: it may be a tensor that the hook put there and will fill again (T9).
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
         if isinstance(value, torch.Tensor):
-            self._new.add(value, (dest, key, resident))
-        elif isinstance(value, list):
-            items, value = value, list(value)
-            for index, item in enumerate(items):
-                if isinstance(item, torch.Tensor):
-                    self._new.add(item, (value, index, False))
-        dest[key] = value
-
-    def _packs(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor can go into a block with others: dense memory of the helper's device."""
-        return (
-            tensor.device == self._helper.device
-            and tensor.layout is torch.strided
-            and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        )
-
-    def _kept(self, tensor: torch.Tensor, resident: bool) -> torch.Tensor:
-        """An owned copy of a tensor that no block takes."""
-        tensor = tensor.detach()
-        if resident or tensor.is_meta:
-            return tensor.clone()
-        return tensor.to("cpu", copy=True).contiguous()
+            return self._helper.snapshot(value)
+        if isinstance(value, dict):
+            owned = {key: self._owned(inner) for key, inner in value.items()}
+            return owned if any(owned[key] is not inner for key, inner in value.items()) else value
+        if isinstance(value, (list, tuple)):
+            items = list(map(self._owned, value))
+            if all(map(is_, items, value)):
+                return value
+            # A named tuple takes its fields one by one.
+            return items if isinstance(value, list) else kind(*items) if hasattr(kind, "_fields") else tuple(items)
+        return value
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that nobody else reaches can stay as it is: contiguous, in memory that is about its own."""
-    memory = tensor.untyped_storage().nbytes()
-    return tensor.is_contiguous() and not tensor.requires_grad and (memory <= _SMALL or memory == tensor.nbytes)
+def _check_groups(request_ids: Sequence[str], infos: Sequence[Any], groups: Collection[Any]) -> None:
+    for group in groups:
+        for request_id, info in zip(request_ids, infos, strict=True):
+            value = info.get(group, _NO_GROUP)
+            if type(value) is not dict and not isinstance(value, MutableMapping):
+                raise _no_dictionary(request_id, f"{group!r} in its live buffer", value)
 
 
-def _kinds(stored: _Stored) -> Iterable[_Stored]:
-    """Tensors of one shape and dtype that go the same way. A large one is alone, so that it ends with its request."""
-    kinds: dict[Any, _Stored] = {}
-    for position, (tensor, place) in enumerate(zip(stored.tensors, stored.places, strict=True)):
-        alone = position if tensor.numel() > _LARGE else None
-        kinds.setdefault((tensor.dtype, tensor.shape, place[2], alone), _Stored()).add(tensor, place)
-    return kinds.values()
+def _no_dictionary(request_id: str, what: str, value: Any) -> ContractError:
+    actual = type(value).__name__
+    return ContractError("E9", requests=[request_id], rows=[], expected=f"{what} as a dictionary", actual=actual)
 
 
-def _replace(place: _Place, old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Put a tensor in the place of another, unless something else was written there since; whether it still was."""
-    dest, key, _ = place
-    stayed = _at(dest, key) is old
-    if stayed:
-        dest[key] = new
-    return stayed
-
-
-def _parts(block: torch.Tensor, stored: _Stored) -> Sequence[torch.Tensor]:
-    """The rows of a block, each of the shape that is stored: without the first dimension, or with one row of it."""
-    return block.unbind() if stored.tensors[0].ndim < block.ndim else block.split_with_sizes([1] * len(block))
-
-
-def _at(dest: Any, key: Any) -> Any:
-    """What is in a place now, None where nothing is."""
-    if isinstance(dest, dict):
-        return dest.get(key)
+def _at(container: Any, name: Any) -> Any:
+    """What stands in a container now; None where nothing does."""
     try:
-        # A list, or a model's own kind of mapping.
-        return dest[key]
+        return container[name]
     except LookupError:
         return None
-
-
-def _swap(dest: Any, key: Any, copies: Mapping[int, torch.Tensor]) -> None:
-    """Put a copy in the place of its original; anything else there stays."""
-    current = _at(dest, key)
-    if id(current) in copies:
-        dest[key] = copies[id(current)]
-
-
-def _swap_all(info: dict[Any, Any], copies: Mapping[int, torch.Tensor], nested: bool = True) -> None:
-    """The same, throughout a live buffer: its values, their lists, and dictionaries one level deep, as merging goes."""
-    for key, value in list(info.items()):
-        _swap(info, key, copies)
-        if isinstance(value, dict) and nested:
-            _swap_all(value, copies, nested=False)
-        elif isinstance(value, list):
-            for index in range(len(value)):
-                _swap(value, index, copies)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker MTP step of a V1 runner: which calls are made, with which generators, and who gets what comes back."""
+"""The talker MTP step of a V1 runner: its input buffers, which calls are made, and who gets what comes back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -13,98 +14,113 @@ import torch
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.releases import Runtime
 from omni_npu_phase.step import results
-from omni_npu_phase.step.live import StateWrites, live_infos
+from omni_npu_phase.step.live import LiveBuffers
+from omni_npu_phase.step.port import device_side
 from omni_npu_phase.step.results import Call
 
+_INPUTS = ("talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 _DEFAULT_OUTPUT_KEY = ("codes", "audio")
 
 
-def device_side(buffer: Any) -> torch.Tensor:
-    """The device tensor of a buffer: of vLLM's host/device pair, or the tensor itself."""
-    tensor: torch.Tensor = getattr(buffer, "gpu", buffer)
-    return tensor
-
-
 def mtp_inputs(runner: Any) -> list[torch.Tensor]:
     """The MTP's input buffers, whole: token ids (rows,), embeddings, hidden states and text step (rows, hidden)."""
-    names = ("talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step")
-    return [device_side(getattr(runner, name)) for name in names]
+    return [device_side(getattr(runner, name)) for name in _INPUTS]
 
 
 class TalkerMtp:
-    """The MTP batch of one runner: its input buffers by row position, its calls, and its results.
+    """The MTP batch of one runner.
 
-    The buffers are the runner's own, at fixed addresses, so that a captured graph can be replayed on them.
+    Its input buffers are the runner's own, at fixed addresses, so that a captured graph can be replayed on them.
     """
 
-    def __init__(self, runner: Any, runtime: Runtime, helper: BufferHelper, writes: StateWrites) -> None:
+    def __init__(self, runner: Any, runtime: Runtime, live: LiveBuffers) -> None:
         self._runner = runner
         self._runtime = runtime
-        self._helper = helper
-        self._writes = writes
+        self._live = live
+        self._inputs: list[torch.Tensor] = []
+        self._rows: list[list[torch.Tensor]] = []
 
-    def run(self, call: Call, offsets: Sequence[int]) -> None:
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The input buffers as they are now."""
+        inputs = mtp_inputs(self._runner)
+        if list(map(id, inputs)) != list(map(id, self._inputs)):
+            self._inputs, self._rows = inputs, []
+        return self._inputs
+
+    def fill(self, helper: BufferHelper, position: int, count: int, parts: Sequence[torch.Tensor]) -> None:
+        """Copy embeddings, hidden states and text step, shape (count, hidden) each, to rows from ``position`` on."""
+        if count == 1:
+            # A slice costs as much as its copy: those of single rows are kept.
+            while len(self._rows) <= position:
+                row = len(self._rows)
+                self._rows.append([buffer[row : row + 1] for buffer in self._inputs[1:]])
+            helper.copy_all(self._rows[position], parts)
+        else:
+            for buffer, part in zip(self._inputs[1:], parts, strict=True):
+                helper.copy(buffer[position : position + count], part)
+
+    def run(self, call: Call, offsets: Sequence[int], helper: BufferHelper) -> None:
         """Run MTP for the first ``len(offsets)`` rows of the input buffers, one per request of ``call``.
 
         The resulting embeddings land in ``call.embeds`` at ``offsets`` (T4), the codes in the live buffers (T5).
         """
-        requests = call.requests
-        generators = self._generators(requests)
-        if (
-            len(offsets) > 1
-            and any(generators)
-            and not getattr(call.model, "talker_mtp_accepts_per_row_generators", False)
-        ):
-            self._run_row_by_row(call, offsets, generators)
+        generators = self._generators(call.requests)
+        per_row = getattr(call.model, "talker_mtp_accepts_per_row_generators", False)
+        if len(offsets) > 1 and any(generators) and not per_row:
+            self._run_row_by_row(call, offsets, generators, helper)
         else:
-            self._run_once(call, offsets, generators)
+            self._run_once(call, offsets, generators, helper)
 
-    def _run_once(self, call: Call, offsets: Sequence[int], generators: Sequence[torch.Generator | None]) -> None:
+    def _run_once(
+        self,
+        call: Call,
+        offsets: Sequence[int],
+        generators: Sequence[torch.Generator | None],
+        helper: BufferHelper,
+    ) -> None:
         runner, runtime, count = self._runner, self._runtime, len(offsets)
         keywords = self._keywords(call, generators)
         mode, descriptor, padded = runtime.mtp_graph(runner, count)
         # A replay ignores keywords, and with them the request's own generator (T8).
         if not runtime.is_graph(runner) or "generator" in keywords or "generators" in keywords:
             mode, padded = runtime.eager(), count
-        with runtime.forward_context(runner.vllm_config, mode, descriptor):
-            raw = runner.talker_mtp(*(buffer[:padded] for buffer in mtp_inputs(runner)), **keywords)
+        with runtime.forward_context(runner.vllm_config, mode, descriptor), self._replays_undrawn(call, generators):
+            raw = runner.talker_mtp(*(buffer[:padded] for buffer in self.inputs), **keywords)
         new_embeds, codes = results.mtp_result(call, raw)
-        self._helper.put(call.embeds, self._helper.rows(offsets), new_embeds)
+        helper.put(call.embeds, helper.rows(offsets), new_embeds)
         if codes is not None:
             self._store_codes(call, codes)
 
-    def _run_row_by_row(self, call: Call, offsets: Sequence[int], generators: Sequence[torch.Generator | None]) -> None:
+    def _run_row_by_row(
+        self,
+        call: Call,
+        offsets: Sequence[int],
+        generators: Sequence[torch.Generator | None],
+        helper: BufferHelper,
+    ) -> None:
         # A generator is one stream: shared by a batch, it would make a seeded request depend on its neighbours (T8).
         # Every call uses the first row, where a graph captured for one row finds its inputs.
-        buffers = mtp_inputs(self._runner)
-        first_rows = [self._helper.snapshot(buffer[:1]) for buffer in buffers]
+        first_rows = [helper.snapshot(buffer[:1]) for buffer in self.inputs]
         try:
             for row, offset in enumerate(offsets):
-                for buffer in buffers if row else ():
+                for buffer in self._inputs if row else ():
                     buffer[:1].copy_(buffer[row : row + 1])
                 alone = replace(call, rows=call.rows[row : row + 1])
-                self._run_once(alone, [offset], generators[row : row + 1])
+                self._run_once(alone, [offset], generators[row : row + 1], helper)
         finally:
-            for buffer, first_row in zip(buffers, first_rows, strict=True):
+            for buffer, first_row in zip(self._inputs, first_rows, strict=True):
                 buffer[:1].copy_(first_row)
 
     def _store_codes(self, call: Call, codes: Any) -> None:
-        key, requests = output_key(call.model), call.requests
-        marks = {}
+        requests, marks = call.requests, {}
         validity = getattr(call.model, "talker_mtp_validity_key", None)
         if validity is not None:
             device = codes.device if isinstance(codes, torch.Tensor) else call.embeds.device
             marks[validity] = torch.ones(len(requests), dtype=torch.bool, device=device)
-        if isinstance(codes, torch.Tensor):
-            self._writes.store_codes(requests, key, codes, marks)
-            return
-        columns: dict[Any, Any] = {key: [copy(codes[row : row + 1]) for row in range(len(requests))], **marks}
-        for row, request_id in enumerate(requests):
-            for name, column in columns.items():
-                self._writes.store(request_id, {name[0]: {name[1]: column[row]}})
-        # Another call may make its codes in the same memory.
-        self._writes.own()
+        rows = codes if isinstance(codes, torch.Tensor) else copy(codes)
+        self._live.store_codes(requests, output_key(call.model), rows, marks)
 
     def _keywords(self, call: Call, generators: Sequence[torch.Generator | None]) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)
@@ -117,9 +133,9 @@ class TalkerMtp:
                 keywords["generators"] = list(generators)
         if getattr(call.model, "talker_mtp_accepts_req_infos", False):
             # A model that reads the live buffers here finds in them what its hooks just returned.
-            self._writes.finish()
+            self._live.transfer()
             keywords["req_ids"] = list(call.requests)
-            keywords["req_infos"] = live_infos(self._runner, call.requests)
+            keywords["req_infos"] = self._live.of(call.requests)
         return keywords
 
     def _generators(self, request_ids: Sequence[str]) -> list[torch.Generator | None]:
@@ -132,7 +148,7 @@ class TalkerMtp:
         extras = [getattr(getattr(state, "sampling_params", None), "extra_args", None) for state in states]
         if not any(extras):
             return [None] * len(extras)
-        device = device_side(runner.talker_mtp_input_ids).device
+        device = self.inputs[0].device
         generators: list[torch.Generator | None] = []
         for request_id, extra in zip(request_ids, extras, strict=True):
             seed = extra.get(self._runtime.seed_key) if isinstance(extra, dict) else None
@@ -142,6 +158,27 @@ class TalkerMtp:
                 generator.manual_seed(int(seed))
             generators.append(generator)
         return generators
+
+    @contextmanager
+    def _replays_undrawn(self, call: Call, generators: Sequence[torch.Generator | None]) -> Iterator[None]:
+        """Leave the generator of a replayed row where it was: its draw repeats one that was made before (E3)."""
+        states = []
+        if any(generators):
+            states = [
+                (generator, generator.get_state())
+                for request_id, generator in zip(call.requests, generators, strict=True)
+                if generator is not None and self._is_replay(request_id)
+            ]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+    def _is_replay(self, request_id: str) -> bool:
+        batch = self._runner.input_batch
+        known = getattr(self._runner.requests[request_id], "num_tokens", 0)
+        return bool(batch.num_computed_tokens_cpu[batch.req_id_to_index[request_id]] + 1 < known)
 
 
 def output_key(model: object) -> tuple[Any, Any]:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks return, held against the contract before anything of it is written (E5, E5b, E7, R4, R5).
+"""What hooks return, checked before anything of it is written (E5, E5b, E7, R4, R5).
 
-Works on anything with a tensor's shape, dtype and device; imports no framework.
+A result as the contract words it passes through unchanged. Any other one is laid out in memory of its own by the very
+operation with which the released runner writes it. If that works, it is what will be written, and it is warned of once
+per model; ``strict`` refuses it. If it fails, nothing was written, and the error names the clause.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from omni_npu_phase.contract import MTP_INPUTS, ContractError
 from omni_npu_phase.settings import Mode
@@ -19,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Deviations:
-    """Results that the released runner tolerates: warned once per model in ``on``, an error in ``strict``."""
+    """Results that the released runner tolerates: warned of once per model in ``on``, an error in ``strict``."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
@@ -51,13 +53,11 @@ class Call:
     deviations: Deviations
     index: Mapping[str, int] | None = None
     width: int = field(init=False)
-    _kind: Any = field(init=False)
-    _dtype: Any = field(init=False)
-    _device: Any = field(init=False)
+    _like: tuple[Any, Any, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.width = self.embeds.shape[-1]
-        self._kind, self._dtype, self._device = type(self.embeds), self.embeds.dtype, self.embeds.device
+        self._like = type(self.embeds), self.embeds.dtype, self.embeds.device
 
     @property
     def requests(self) -> list[str]:
@@ -73,117 +73,123 @@ class Call:
         self.deviations.report(self.model, kind, self.error(clause, expected, actual))
 
     def fits(self, value: Any, shape: tuple[int, ...]) -> bool:
-        """Whether a value is a tensor like the step's buffer: nothing more need be asked of such a one."""
-        return (
-            type(value) is self._kind
-            and value.shape == shape
-            and value.dtype == self._dtype
-            and value.device == self._device
-        )
+        """Whether a value is a tensor like the step's buffer, of this shape: nothing more need be asked of it."""
+        kind, dtype, device = self._like
+        return type(value) is kind and value.shape == shape and value.dtype is dtype and value.device == device
+
+    def unpack(self, clause: str, raw: Any, *names: str) -> Sequence[Any]:
+        """The values of a result that should be ``len(names)`` of them."""
+        if type(raw) is tuple and len(raw) == len(names):
+            return raw
+        expected = f"{len(names)} values ({', '.join(names)})"
+        try:
+            values = tuple(raw)
+        except TypeError:
+            raise self.error(clause, expected, _kind(raw)) from None
+        if len(values) != len(names):
+            raise self.error(clause, expected, f"{len(values)} values")
+        return values
+
+    def laid_out(self, clause: str, name: str, like: Any, shape: tuple[int, ...], value: Any, write: _Write) -> Any:
+        """A tensor of ``shape``, with the dtype and device of ``like``, as ``write`` fills it from ``value``.
+
+        Raises :class:`~omni_npu_phase.contract.ContractError` where it cannot.
+        """
+        place = like.new_empty(shape)
+        try:
+            write(place, value)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise self.error(clause, f"{name} of shape {shape} for {place.dtype}", _kind(value)) from error
+        return place
 
 
-_SCALAR_VALUES = _BATCH_VALUES = ("input_ids", "inputs_embeds", "updates")
-_MTP_VALUES = ("inputs_embeds", "codes")
-_BATCH_VALUES_WITH_MTP = ("input_ids", "inputs_embeds", "hidden_states", "text_step", "updates")
+_Write = Callable[[Any, Any], object]
 
 
-class ScalarResult(NamedTuple):
-    """A scalar hook's result, checked: ``ids`` None or shape (rows,), ``embeds`` shape (rows, hidden)."""
-
-    rows: int
-    ids: Any
-    embeds: Any
-    updates: dict[Any, Any]
-    mtp_inputs: tuple[Any, Any] | None
+def _copy(place: Any, value: Any) -> None:
+    place.copy_(value)
 
 
-@dataclass(slots=True)
-class BatchResult:
-    """A batched hook's result, checked; ``hidden`` and ``text_step`` are None for a model without MTP (R4, R5)."""
-
-    ids: Any
-    embeds: Any
-    hidden: Any
-    text_step: Any
-    updates: Sequence[Any]
+def _assign(place: Any, value: Any) -> None:
+    place[:] = value
 
 
-def scalar_result(call: Call, raw: Any, *, span: int, given_ids: Any, mtp_width: int | None) -> ScalarResult:
+def scalar_result(
+    call: Call, raw: Any, *, span: int, given_ids: Any, mtp_width: int | None
+) -> tuple[int, Any, Any, dict[Any, Any], tuple[Any, Any] | None]:
     """Check what ``preprocess`` returned for one row of ``span`` tokens (E5).
 
     ``mtp_width`` is the hidden size of MTP inputs for a row that is eligible (T1), and None for any other (E6).
 
-    Gives at most ``span`` rows. Ids that are absent, the object given, or of another length come back as None.
+    Gives the number of rows to write, at most ``span``; their token ids, shape (rows,), or None where none are to be
+    written; their embeddings, shape (rows, hidden); the updates; and for an eligible row its hidden states and text
+    step, shape (1, ``mtp_width``) each, or None where the hook gave none (E7).
     """
-    ids, embeds, updates = _values(call, "E5", raw, _SCALAR_VALUES)
+    ids, embeds, updates = call.unpack("E5", raw, "input_ids", "inputs_embeds", "updates")
     rows = span
     if not call.fits(embeds, (span, call.width)):
-        _check_embeds(call, "E5", embeds)
-        rows = min(span, embeds.shape[0])
-        if embeds.shape[0] != span:
-            call.deviation("E5", "rows", f"{span} embedding rows", f"{embeds.shape[0]}")
-            embeds = embeds[:rows]
-    if mtp_width is not None and rows == 0:
-        raise call.error("E5", "an embedding row for MTP", "none")
+        rows, embeds = _odd_embeds(call, embeds, span, mtp_width is not None)
     stored = updates
     if not isinstance(updates, dict):
         call.deviation("E5", "updates", "a dictionary of updates", type(updates).__name__)
-        stored = {}
         # MTP inputs are taken from any mapping, though only a dictionary is stored.
-        updates = updates if isinstance(updates, Mapping) else {}
-    own_ids = None if ids is given_ids else _scalar_ids(call, ids, rows)
+        stored, updates = {}, updates if isinstance(updates, Mapping) else {}
+    new_ids = None if ids is given_ids else _scalar_ids(call, ids, rows, given_ids)
     inputs = None if mtp_width is None else _mtp_inputs(call, updates, mtp_width)
-    return ScalarResult(rows, own_ids, embeds, stored, inputs)
+    return rows, new_ids, embeds, stored, inputs
 
 
-def batch_result(call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None) -> BatchResult:
-    """Check what ``preprocess_decode_batch`` returned for a run of rows (E5b); ``mtp_width`` is None without MTP."""
-    values = _values(call, "E5b", raw, _BATCH_VALUES if mtp_width is None else _BATCH_VALUES_WITH_MTP)
-    ids, embeds, updates = values[0], values[1], values[-1]
+def batch_result(
+    call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None
+) -> tuple[Any, Any, Any, Any, Sequence[Any]]:
+    """Check what ``preprocess_decode_batch`` returned for a run of rows (E5b); ``mtp_width`` is None without MTP.
+
+    Gives token ids, shape (rows,), or None where none are to be written; embeddings, shape (rows, hidden); hidden
+    states and text step, shape (rows, ``mtp_width``), both None without MTP (R4, R5); and one update per row.
+    """
     count = len(call.rows)
-    if not call.fits(embeds, (count, call.width)):
-        _check_embeds(call, "E5b", embeds)
-        if embeds.shape[0] != count:
-            raise call.error("E5b", f"{count} embedding rows", str(embeds.shape[0]))
-    if ids is not given_ids:
-        _check_ids(call, "E5b", ids)
-        if ids.numel() != count:
-            raise call.error("E5b", f"{count} token ids", str(ids.numel()))
     hidden = text_step = None
-    if mtp_width is not None:
-        hidden, text_step = values[2], values[3]
-        for name, tensor in (("hidden_states", hidden), ("text_step", text_step)):
-            if not call.fits(tensor, (count, mtp_width)):
-                _check_rows(call, "E5b", name, tensor, (count, mtp_width))
-    if isinstance(updates, (str, bytes, dict)) or not isinstance(updates, Iterable):
-        raise call.error("E5b", "a sequence of updates, one per request", type(updates).__name__)
-    updates = list(updates)
+    if mtp_width is None:
+        ids, embeds, updates = call.unpack("E5b", raw, "input_ids", "inputs_embeds", "updates")
+    else:
+        names = ("input_ids", "inputs_embeds", "hidden_states", "text_step", "updates")
+        ids, embeds, hidden, text_step, updates = call.unpack("E5b", raw, *names)
+        hidden = _mtp_rows(call, "E5b", "hidden_states", hidden, (count, mtp_width))
+        text_step = _mtp_rows(call, "E5b", "text_step", text_step, (count, mtp_width))
+    if not call.fits(embeds, (count, call.width)):
+        embeds = _batch_embeds(call, embeds, count, exact=mtp_width is not None)
+    if ids is given_ids:
+        ids = None
+    else:
+        if not _is_tensor(ids) or ids.numel() != count:
+            raise call.error("E5b", f"{count} token ids", str(ids.numel()) if _is_tensor(ids) else _kind(ids))
+        ids = _ids(call, "E5b", ids.reshape(-1), count, given_ids)
+    try:
+        updates = list(updates)
+    except TypeError:
+        raise call.error("E5b", "a sequence of updates, one per request", type(updates).__name__) from None
     if len(updates) != count:
         raise call.error("E5b", f"{count} updates", str(len(updates)))
-    for index, update in enumerate(() if set(map(type, updates)) == {dict} else tuple(updates)):
+    for position, update in enumerate(() if set(map(type, updates)) == {dict} else updates):
         if not isinstance(update, dict):
-            # It is ignored, and need not even have a truth value.
-            updates[index] = {}
+            updates[position] = {}
             call.deviation("E5b", "updates", "a dictionary of updates per request", type(update).__name__)
-    return BatchResult(
-        ids=None if ids is given_ids else ids if ids.ndim == 1 else ids.reshape(-1),
-        embeds=embeds,
-        hidden=hidden,
-        text_step=text_step,
-        updates=updates,
-    )
+    return ids, embeds, hidden, text_step, updates
 
 
 def mtp_result(call: Call, raw: Any) -> tuple[Any, Any]:
     """Check what ``talker_mtp`` returned: embeddings with a row for each request at least (padding may follow, T10),
     and codes, or None for no codes (T11)."""
-    embeds, codes = _values(call, "T4", raw, _MTP_VALUES)
+    embeds, codes = call.unpack("T4", raw, "inputs_embeds", "codes")
     count = len(call.rows)
     if not call.fits(embeds, (count, call.width)):
-        _check_embeds(call, "T4", embeds)
-        if embeds.shape[0] < count:
-            raise call.error("T4", f"at least {count} embedding rows", str(embeds.shape[0]))
+        if not _is_tensor(embeds) or not embeds.ndim:
+            raise call.error("T4", "inputs_embeds as a tensor", _kind(embeds))
         embeds = embeds[:count]
+        if not _casts(call, embeds, (count, call.width)):
+            actual, shape = _kind(embeds), (count, call.width)
+            embeds = call.laid_out("T4", "inputs_embeds", call.embeds, shape, embeds, _copy)
+            call.deviation("T4", "shape", f"inputs_embeds of shape {shape}", actual)
     if codes is None:
         return embeds, None
     if _is_tensor(codes) and codes.ndim:
@@ -198,63 +204,78 @@ def mtp_result(call: Call, raw: Any) -> tuple[Any, Any]:
     return embeds, codes[:count] if given > count else codes
 
 
-def _values(call: Call, clause: str, raw: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
-    if type(raw) is tuple and len(raw) == len(names):
-        return raw
-    expected = f"{len(names)} values ({', '.join(names)})"
-    if isinstance(raw, (str, dict)) or _is_tensor(raw):
-        raise call.error(clause, expected, _kind(raw))
-    try:
-        values = tuple(raw)
-    except TypeError:
-        raise call.error(clause, expected, _kind(raw)) from None
-    if len(values) != len(names):
-        raise call.error(clause, expected, f"{len(values)} values")
-    return values
+def _odd_embeds(call: Call, embeds: Any, span: int, in_mtp: bool) -> tuple[int, Any]:
+    """Embeddings that are not like the step's buffer: how many rows of it they fill, and with what."""
+    if not _is_tensor(embeds) or not embeds.ndim:
+        raise call.error("E5", "inputs_embeds as a tensor with a row for each token", _kind(embeds))
+    rows, actual = min(span, embeds.shape[0]), _kind(embeds)
+    if in_mtp and not rows:
+        raise call.error("E5", "an embedding row for MTP", "none")
+    if embeds.shape[0] != span and embeds.shape[1:] == (call.width,):
+        call.deviation("E5", "rows", f"{span} embedding rows", str(embeds.shape[0]))
+    if embeds.ndim > 1 or not in_mtp:
+        embeds = embeds[:rows]
+    if _casts(call, embeds, (rows, call.width)):
+        return rows, embeds
+    # Into the MTP batch the released runner copies; into the step's buffer it assigns, which takes further shapes.
+    write = _copy if in_mtp else _assign
+    embeds = call.laid_out("E5", "inputs_embeds", call.embeds, (rows, call.width), embeds, write)
+    call.deviation("E5", "shape", f"inputs_embeds of shape {(span, call.width)} and a floating dtype", actual)
+    return rows, embeds
 
 
-def _check_embeds(call: Call, clause: str, embeds: Any) -> None:
-    if not _is_tensor(embeds):
-        raise call.error(clause, "inputs_embeds as a tensor", _kind(embeds))
-    if embeds.ndim != 2 or embeds.shape[1] != call.width:
-        raise call.error(clause, f"inputs_embeds of shape (rows, {call.width})", _kind(embeds))
-    if not embeds.dtype.is_floating_point:
-        raise call.error(clause, "inputs_embeds of a floating dtype", _kind(embeds))
-    _check_device(call, clause, "inputs_embeds", embeds)
+def _batch_embeds(call: Call, embeds: Any, count: int, *, exact: bool) -> Any:
+    """A batch's embeddings that are not like the step's buffer. ``exact``: the released runner writes them by index,
+    and so takes no others than one floating row per request."""
+    if not _is_tensor(embeds) or embeds.ndim != 2 or embeds.shape[0] != count:
+        rows = _is_tensor(embeds) and embeds.ndim == 2 and embeds.shape[1] == call.width
+        expected = f"{count} embedding rows" if rows else f"inputs_embeds as a tensor of shape {(count, call.width)}"
+        raise call.error("E5b", expected, str(embeds.shape[0]) if rows else _kind(embeds))
+    if _casts(call, embeds, (count, call.width)):
+        return embeds
+    expected = f"inputs_embeds of shape {(count, call.width)} and a floating dtype on {call.embeds.device}"
+    if exact:
+        raise call.error("E5b", expected, _kind(embeds))
+    written = call.laid_out("E5b", "inputs_embeds", call.embeds, (count, call.width), embeds, _copy)
+    call.deviation("E5b", "shape", expected, _kind(embeds))
+    return written
 
 
-def _check_ids(call: Call, clause: str, ids: Any) -> None:
-    if not _is_tensor(ids):
-        raise call.error(clause, "input_ids as a tensor", _kind(ids))
-    if ids.dtype.is_floating_point or ids.dtype.is_complex or "bool" in str(ids.dtype):
-        raise call.error(clause, "input_ids of an integer dtype", _kind(ids))
-    _check_device(call, clause, "input_ids", ids)
+def _casts(call: Call, value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor needs nothing but a cast to another floating dtype."""
+    return bool(value.shape == shape and value.dtype.is_floating_point and value.device == call.embeds.device)
 
 
-def _check_rows(call: Call, clause: str, name: str, tensor: Any, shape: tuple[int, int]) -> None:
-    if not _is_tensor(tensor) or tensor.shape != shape:
-        raise call.error(clause, f"{name} of shape {shape}", _kind(tensor))
-    if not tensor.dtype.is_floating_point:
-        raise call.error(clause, f"{name} of a floating dtype", _kind(tensor))
-    # The released runner copies these from the host too: models keep hidden states there.
-    if tensor.device.type != "cpu":
-        _check_device(call, clause, name, tensor)
-
-
-def _check_device(call: Call, clause: str, name: str, tensor: Any) -> None:
-    if tensor.device != call.embeds.device:
-        raise call.error(clause, f"{name} on {call.embeds.device}", str(tensor.device))
-
-
-def _scalar_ids(call: Call, ids: Any, rows: int) -> Any:
-    if not _is_tensor(ids):
-        call.deviation("E5", "ids", f"{rows} token ids", _kind(ids))
+def _scalar_ids(call: Call, ids: Any, rows: int, given_ids: Any) -> Any:
+    if not _is_tensor(ids) or ids.numel() != rows:
+        call.deviation("E5", "ids", f"{rows} token ids", str(ids.numel()) if _is_tensor(ids) else _kind(ids))
         return None
-    if ids.numel() != rows:
-        call.deviation("E5", "ids", f"{rows} token ids", str(ids.numel()))
-        return None
-    _check_ids(call, "E5", ids)
-    return ids if ids.ndim == 1 else ids.reshape(-1)
+    return _ids(call, "E5", ids, rows, given_ids)
+
+
+def _ids(call: Call, clause: str, ids: Any, count: int, given_ids: Any) -> Any:
+    """``count`` token ids as a tensor of shape (count,) on the step's device; any integer dtype passes (R7)."""
+    dtype = ids.dtype
+    whole = not (dtype.is_floating_point or dtype.is_complex or "bool" in str(dtype))
+    if whole and ids.device == given_ids.device:
+        return ids if ids.ndim == 1 else ids.reshape(-1)
+    written = call.laid_out(clause, "input_ids", given_ids, (count,), ids, _assign)
+    call.deviation(clause, "ids dtype", f"input_ids of an integer dtype on {given_ids.device}", _kind(ids))
+    return written
+
+
+def _mtp_rows(call: Call, clause: str, name: str, value: Any, shape: tuple[int, int]) -> Any:
+    """Hidden states or a text step as rows of the MTP batch. They may lie on the host, where some models keep them."""
+    if call.fits(value, shape):
+        return value
+    on_host = _is_tensor(value) and value.device.type == "cpu"
+    if on_host and value.shape == shape and value.dtype.is_floating_point:
+        return value
+    if _is_tensor(value) and _casts(call, value, shape):
+        return value
+    written = call.laid_out(clause, name, call.embeds, shape, value, _copy)
+    call.deviation(clause, name, f"{name} of shape {shape} and a floating dtype", _kind(value))
+    return written
 
 
 def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any, Any] | None:
@@ -264,17 +285,14 @@ def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any
         return None
     if type(pair) is tuple and len(pair) == 2 and call.fits(pair[0], shape) and call.fits(pair[1], shape):
         return pair
-    # One tensor that stacks the two unpacks like a pair of them.
-    parts = tuple(pair) if isinstance(pair, (tuple, list)) or (_is_tensor(pair) and pair.ndim) else ()
-    if len(parts) != 2 or not all(_is_tensor(part) for part in parts):
-        raise call.error("E5", f"{MTP_INPUTS!r} as two tensors (hidden states, text step)", _kind(pair))
-    for part in parts:
-        if part.numel() != width:
-            raise call.error("E5", f"{MTP_INPUTS!r} of {width} elements each", _kind(part))
-    hidden, text_step = (part.reshape(shape) for part in parts)
-    _check_rows(call, "E5", "hidden states", hidden, shape)
-    _check_rows(call, "E5", "text step", text_step, shape)
-    return hidden, text_step
+    hidden, text_step = call.unpack("E5", pair, "hidden states", "text step")
+    return _mtp_row(call, "hidden states", hidden, shape), _mtp_row(call, "text step", text_step, shape)
+
+
+def _mtp_row(call: Call, name: str, value: Any, shape: tuple[int, int]) -> Any:
+    # A single row may come without its batch dimension, or with more of them.
+    whole = _is_tensor(value) and value.numel() == shape[1]
+    return _mtp_rows(call, "E5", name, value.reshape(shape) if whole else value, shape)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from omni_npu_phase import buffers
-from omni_npu_phase.buffers.base import BufferHelper, Rows
+from omni_npu_phase.buffers.base import Rows
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.releases import v2
-from omni_npu_phase.settings import Mode, chosen_mode
-from omni_npu_phase.step import route as routing
 from omni_npu_phase.step.plan import Run, StepPlan, plan_step
-from omni_npu_phase.step.results import Deviations
-from omni_npu_phase.step.v1 import released_classes
-from omni_npu_phase.tracing import note_plan
+from omni_npu_phase.step.port import Phase, PhaseMixin, Port, phase_of, released_classes
+from omni_npu_phase.step.route import route
 
 
-class PhaseStateMixin:
+class PhaseStateMixin(PhaseMixin):
     """Gives a released V2 model state the phase contract; list it before the state class.
 
     ``class State(PhaseStateMixin, OmniModelState)`` is the whole use. Input selection, the refresh of the static
@@ -38,8 +33,6 @@ class PhaseStateMixin:
     :class:`~omni_npu_phase.releases.UnsupportedRuntimeError` on first use with a state it does not know.
     """
 
-    phase_mode: Mode | None = None
-
     # What is taken from the released state.
     model: Any
     device: torch.device
@@ -50,11 +43,6 @@ class PhaseStateMixin:
     _write_batched_gpu_preprocess_updates: Callable[..., None]
     _run_batched_mtp: Callable[..., None]
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        # A wrong mode is refused when the class is made, not in a serving engine's first step.
-        chosen_mode(cls.phase_mode)
-
     def run_preprocess(
         self,
         input_batch: Any,
@@ -63,13 +51,13 @@ class PhaseStateMixin:
         mtp_batch_descriptor_dispatcher: Callable[[int], Any] | None = None,
     ) -> None:
         """One step up to the model forward, in ``model_inputs``' own tensors; arguments are the released state's."""
-        phase = _phase_of(self)
+        phase = phase_of(self)
         released = super().run_preprocess  # type: ignore[misc]
         if phase.mode == "off" or not self.has_preprocess:
             released(input_batch, model_inputs, req_states, mtp_batch_descriptor_dispatcher)
             return
 
-        v2.check(released_classes(type(self), PhaseStateMixin))
+        v2.check(released_classes(type(self)))
         # In a step without rows the released code only selects ids and embeddings.
         released(_without_rows(input_batch), model_inputs, req_states, mtp_batch_descriptor_dispatcher)
         embeds = model_inputs["inputs_embeds"]
@@ -80,48 +68,31 @@ class PhaseStateMixin:
         rows = _rows_with_hooks(self, phase, input_batch, req_states)
         if not rows:
             return
-        plan = _plan(input_batch, req_states, rows, buffer_rows=len(embeds))
-        note_plan(self, plan)
-        port = _StatePort(self, phase, plan, input_batch, rows, ids, embeds, mtp_batch_descriptor_dispatcher)
+        plan = phase.plan = plan_of(input_batch, req_states, rows, buffer_rows=len(embeds))
+        port = StatePort(self, phase, plan, input_batch, rows, ids, embeds, mtp_batch_descriptor_dispatcher)
         self._stage_batched_preprocess_inputs(port.slots, embeds.device)
         preprocess_batch = getattr(self.model, "preprocess_batch_mrv2", None)
         prefill = [row for row in range(len(plan)) if plan.prefill[row]]
         if callable(preprocess_batch) and prefill:
             preprocess_batch(req_infos=port.infos(prefill), device=embeds.device)
-        routing.route(plan, port)
+        route(plan, port)
 
     # The released code owns what it stores by copying it to the host. From the host nothing is copied there (T9).
 
     def _call_mtp_runner(self, *args: Any, **keywords: Any) -> Any:
         """MTP by the released code."""
         embeds, codes = super()._call_mtp_runner(*args, **keywords)  # type: ignore[misc]
-        return embeds, _phase_of(self).owned_on_host(codes) if isinstance(codes, torch.Tensor) else codes
+        return embeds, _owned_on_host(phase_of(self), codes) if isinstance(codes, torch.Tensor) else codes
 
     def run_postprocess(self, hidden_states: torch.Tensor, input_batch: Any) -> None:
         """Postprocess by the released code."""
-        super().run_postprocess(_phase_of(self).owned_on_host(hidden_states), input_batch)  # type: ignore[misc]
+        super().run_postprocess(_owned_on_host(phase_of(self), hidden_states), input_batch)  # type: ignore[misc]
 
 
-@dataclass(slots=True)
-class _Phase:
-    """What the mixin keeps on its state between steps."""
-
-    mode: Mode
-    deviations: Deviations
-    helper: BufferHelper
-
-    def owned_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a host tensor; any other tensor as it is."""
-        return tensor if self.mode == "off" or tensor.device.type != "cpu" else self.helper.snapshot(tensor)
-
-
-def _phase_of(state: Any) -> _Phase:
-    phase: _Phase | None = state.__dict__.get("_omni_npu_phase")
-    if phase is None:
-        mode = chosen_mode(state.phase_mode)
-        phase = _Phase(mode, Deviations(mode), buffers.for_device(torch.device(state.device)))
-        state.__dict__["_omni_npu_phase"] = phase
-    return phase
+def _owned_on_host(phase: Phase, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a host tensor; any other tensor as it is."""
+    on_host = phase.mode != "off" and tensor.device.type == "cpu"
+    return phase.helper(tensor.device).snapshot(tensor) if on_host else tensor
 
 
 def _without_rows(input_batch: Any) -> Any:
@@ -130,7 +101,7 @@ def _without_rows(input_batch: Any) -> Any:
     return batch
 
 
-def _rows_with_hooks(state: Any, phase: _Phase, input_batch: Any, req_states: Any) -> list[int]:
+def _rows_with_hooks(state: Any, phase: Phase, input_batch: Any, req_states: Any) -> list[int]:
     """Rows of the input batch whose requests get hooks: none of the warm-up, and none without a live buffer.
 
     Raises E4 for a row whose request state, or a length of it, is unknown.
@@ -158,7 +129,7 @@ def _rows_with_hooks(state: Any, phase: _Phase, input_batch: Any, req_states: An
     return rows
 
 
-def _plan(input_batch: Any, req_states: Any, rows: list[int], buffer_rows: int) -> StepPlan:
+def plan_of(input_batch: Any, req_states: Any, rows: list[int], buffer_rows: int) -> StepPlan:
     """The step's plan from the current input batch and request states (M3, M4, M7, E4)."""
     return plan_step(
         [input_batch.req_ids[row] for row in rows],
@@ -170,13 +141,13 @@ def _plan(input_batch: Any, req_states: Any, rows: list[int], buffer_rows: int) 
     )
 
 
-class _StatePort:
-    """The V2 model state as the route sees it, for one step."""
+class StatePort(Port):
+    """The V2 model state as the route sees it."""
 
     def __init__(
         self,
         state: Any,
-        phase: _Phase,
+        phase: Phase,
         plan: StepPlan,
         input_batch: Any,
         rows: list[int],
@@ -184,36 +155,27 @@ class _StatePort:
         embeds: torch.Tensor,
         dispatcher: Callable[[int], Any] | None,
     ) -> None:
+        super().__init__(phase, plan, state.model, ids, embeds)
         self._state = state
-        self._plan = plan
         self._batch = input_batch
         self._batch_rows = rows
         self._dispatcher = dispatcher
-        self._helper = phase.helper
         self.slots = input_batch.idx_mapping_np[rows].tolist()
-        self.ids = ids
-        self.embeds = embeds
-        self.model = state.model
-        self.deviations = phase.deviations
         self.has_batched_hook = callable(state._decode_preprocess)
         self.gathers = callable(getattr(self.model, v2.GATHERING_HOOK, None))
-        self.mtp_width: int | None = None
         self._resident: Any = getattr(self.model, "gpu_resident_buffer_keys", set())
         if getattr(self.model, "mtp", None) is not None:
             self.mtp_width = embeds.shape[-1]
             self._hidden, self._text_step = (embeds.new_empty(sum(plan.eligible), self.mtp_width) for _ in range(2))
 
-    def info(self, row: int) -> dict[Any, Any]:
-        info: dict[Any, Any] = self._state.intermediate_buffer.buffers[self.slots[row]]
-        return info
+    def infos(self, rows: Sequence[int]) -> list[Any]:
+        live = self._state.intermediate_buffer.buffers
+        return [live[self.slots[row]] for row in rows]
 
-    def infos(self, rows: Sequence[int]) -> list[dict[Any, Any]]:
-        return list(map(self.info, rows))
-
-    def call_scalar(self, row: int, info: dict[Any, Any], ids: torch.Tensor, embeds: torch.Tensor) -> Any:
+    def call_scalar(self, row: int, info: Any, ids: torch.Tensor, embeds: torch.Tensor) -> Any:
         return self.model.preprocess(ids, embeds, **_named(info))
 
-    def call_batch(self, run: Run, infos: list[dict[Any, Any]], ids: torch.Tensor) -> Any:
+    def call_batch(self, run: Run, infos: Sequence[Any], ids: torch.Tensor) -> Any:
         raw = self._state._decode_preprocess(
             input_ids=ids, input_embeds=self.embeds[self.locate(run)], req_infos=[_named(info) for info in infos]
         )
@@ -223,16 +185,10 @@ class _StatePort:
         return raw
 
     def locate(self, run: Run) -> Rows:
-        return self._helper.rows([self._plan.offsets[row] for row in run.rows])
+        return self.helper.rows([self.plan.offsets[row] for row in run.rows])
 
     def lend_ids(self, where: Rows) -> torch.Tensor:
         return self.ids[where]
-
-    def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
-        if embeds is not None:
-            self._helper.put(self.embeds, where, embeds)
-        if ids is not None:
-            self._helper.put(self.ids, where, ids)
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         slots = [self.slots[row] for row in rows]
@@ -255,22 +211,17 @@ class _StatePort:
         """What the released code stores as it is where the device is the host, so that the hook can go on using it."""
         if isinstance(value, list):
             return [self._owned(item) for item in value]
-        on_host = isinstance(value, torch.Tensor) and value.device.type == self._helper.device.type == "cpu"
-        return self._helper.snapshot(value) if on_host else value
+        on_host = isinstance(value, torch.Tensor) and value.device.type == self.helper.device.type == "cpu"
+        return self.helper.snapshot(value) if on_host else value
 
     def fill_mtp(
         self, position: int, where: Rows, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor
     ) -> None:
         stop = position + hidden.shape[0]
-        self._helper.copy(self._hidden[position:stop], hidden)
-        self._helper.copy(self._text_step[position:stop], text_step)
+        self.helper.copy(self._hidden[position:stop], hidden)
+        self.helper.copy(self._text_step[position:stop], text_step)
         # The released MTP step reads embeddings from the step's own buffer, of which the others may be a part.
-        self._helper.put(self.embeds, where, embeds)
-
-    gather_mtp = fill_mtp
-
-    def own(self) -> None:
-        """Everything is copied as soon as it is handed over."""
+        self.helper.put(self.embeds, where, embeds)
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         # A generator is one stream (T8). The released loop over rows joins their results, which may lie in the same
@@ -280,7 +231,7 @@ class _StatePort:
             some = slice(start, start + size)
             packed = self._hidden[some], self._text_step[some]
             self._state._run_batched_mtp(
-                [(self._batch_rows[row], self._plan.offsets[row], packed) for row in rows[some]],
+                [(self._batch_rows[row], self.plan.offsets[row], packed) for row in rows[some]],
                 self.ids,
                 self.embeds,
                 self._batch,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from omni_npu_phase.step.plan import StepPlan
     from omni_npu_phase.tracing.recorder import Recorder
 
 OBSERVER = "_omni_npu_phase_trace"
@@ -27,10 +26,3 @@ def record(runner: Any, path: str | os.PathLike[str], *, hooks: bool = False) ->
     from omni_npu_phase.tracing.observer import attach
 
     return attach(runner, Path(path), hooks=hooks)
-
-
-def note_plan(runner: Any, plan: StepPlan) -> None:
-    """Tell the observer of a runner, where it has one, what the mixin planned for the step under way."""
-    observer = runner.__dict__.get(OBSERVER)
-    if observer is not None and observer.step is not None:
-        observer.step.plan = plan

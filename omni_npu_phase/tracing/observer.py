@@ -21,6 +21,8 @@ from omni_npu_phase import __version__, tracing
 from omni_npu_phase.contract import FIELDS
 from omni_npu_phase.releases import v2
 from omni_npu_phase.settings import TRACE_HOOKS_VARIABLE, trace_folder
+from omni_npu_phase.step.plan import StepPlan
+from omni_npu_phase.step.port import known_phase
 from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
 from omni_npu_phase.tracing import schema
 from omni_npu_phase.tracing.recorder import Observed, Recorder
@@ -116,6 +118,7 @@ class _Observer(ABC):
             step = None if recorder.stopped else self._began(args, keywords)
             if step is None:
                 return released(*args, **keywords)
+            before = self._plan()
             try:
                 return released(*args, **keywords)
             except BaseException as error:
@@ -124,6 +127,8 @@ class _Observer(ABC):
             finally:
                 step.ended = time.perf_counter_ns()
                 self.step = None
+                plan = self._plan()
+                step.plan = plan if plan is not before else None
                 recorder.add(step)
 
         return call
@@ -204,8 +209,13 @@ class _Observer(ABC):
             version=__version__,
         )
 
+    def _plan(self) -> StepPlan | None:
+        """The plan that the mixin keeps on its runner: of the last step, until the next one has its own."""
+        phase = known_phase(self.runner)
+        return phase.plan if phase is not None else None
+
     def _plans(self) -> bool:
-        phase = self.runner.__dict__.get("_omni_npu_phase")
+        phase = known_phase(self.runner)
         return phase is not None and phase.mode != "off"
 
     @abstractmethod

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both mixins share: their mode, what they keep on a runner, and the port through which a route works on it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omni_npu_phase import buffers
+from omni_npu_phase.settings import Mode, chosen_mode
+from omni_npu_phase.step.plan import Run, StepPlan
+from omni_npu_phase.step.results import Deviations
+
+if TYPE_CHECKING:
+    import torch
+
+    from omni_npu_phase.buffers.base import BufferHelper, Rows
+
+_KEPT = "_omni_npu_phase"
+
+
+@dataclass(slots=True)
+class Phase:
+    """What a mixin keeps on its runner, or model state, between steps."""
+
+    mode: Mode
+    deviations: Deviations
+    plan: StepPlan | None = None
+    """The plan of the step under way, or else of the last one."""
+    selecting: bool = False
+    """Whether the released code is selecting the step's inputs, for which it sees a model without hooks."""
+    tools: Any = None
+    """What the mixin made for its runner on first use."""
+    _helpers: dict[torch.device, BufferHelper] = field(default_factory=dict)
+
+    def helper(self, device: torch.device) -> BufferHelper:
+        if device not in self._helpers:
+            self._helpers[device] = buffers.for_device(device)
+        return self._helpers[device]
+
+
+def phase_of(owner: Any) -> Phase:
+    """What the mixin keeps on a runner or model state, made on first use: some are built without ``__init__``."""
+    phase: Phase | None = owner.__dict__.get(_KEPT)
+    if phase is None:
+        mode = chosen_mode(owner.phase_mode)
+        phase = owner.__dict__[_KEPT] = Phase(mode, Deviations(mode))
+    return phase
+
+
+def known_phase(owner: Any) -> Phase | None:
+    """The same for any runner; None where no mixin has begun its work on it."""
+    phase: Phase | None = owner.__dict__.get(_KEPT)
+    return phase
+
+
+class PhaseMixin:
+    """What both mixins are: classes with a mode, listed before a released class."""
+
+    phase_mode: Mode | None = None
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # A wrong mode is refused when the class is made, not in a serving engine's first step.
+        chosen_mode(cls.phase_mode)
+
+
+def released_classes(cls: type) -> tuple[type, ...]:
+    """The classes behind the mixin in method resolution order; all of them where there is no mixin."""
+    mro = cls.__mro__
+    return mro[mro.index(PhaseMixin) + 1 :] if PhaseMixin in mro else mro
+
+
+def device_side(buffer: Any) -> torch.Tensor:
+    """The device tensor of a buffer: of vLLM's host/device pair, or the tensor itself."""
+    tensor: torch.Tensor = getattr(buffer, "gpu", buffer)
+    return tensor
+
+
+class Port(ABC):
+    """A runner as the route of one step sees it. ``rows`` are row numbers of the plan."""
+
+    has_batched_hook: bool
+    gathers = False
+    """Whether the batched hook takes all its rows of a step at once; they need not be contiguous (R4) then."""
+    mtp_width: int | None = None
+    """Hidden size of the MTP inputs; None for a model without MTP."""
+
+    def __init__(self, phase: Phase, plan: StepPlan, model: Any, ids: torch.Tensor, embeds: torch.Tensor) -> None:
+        """``ids``: the step's token ids, shape (buffer rows,). ``embeds``: its embeddings, (buffer rows, hidden)."""
+        self.plan = plan
+        self.model = model
+        self.ids = ids
+        self.embeds = embeds
+        self.deviations = phase.deviations
+        self.helper = phase.helper(embeds.device)
+
+    @abstractmethod
+    def infos(self, rows: Sequence[int]) -> list[Any]:
+        """The live buffers of rows, made where they are missing (M9)."""
+
+    @abstractmethod
+    def call_scalar(self, row: int, info: Any, ids: torch.Tensor, embeds: torch.Tensor) -> Any:
+        """Call the scalar hook with the row's slices (R9) and the release's own keywords."""
+
+    @abstractmethod
+    def call_batch(self, run: Run, infos: Sequence[Any], ids: torch.Tensor) -> Any:
+        """Call the batched hook for a run of decode rows (R3), with the release's own keywords."""
+
+    @abstractmethod
+    def locate(self, run: Run) -> Rows:
+        """Where a batched run's tokens lie in the step's buffers."""
+
+    @abstractmethod
+    def lend_ids(self, where: Rows) -> torch.Tensor:
+        """Token ids for a batched hook: a copy where the released runner gives one."""
+
+    def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
+        """Write rows; None leaves the token ids or the embeddings as they are (R6, R7)."""
+        if embeds is not None:
+            self.helper.put(self.embeds, where, embeds)
+        if ids is not None:
+            self.helper.put(self.ids, where, ids)
+
+    @abstractmethod
+    def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
+        """Merge each row's update into its own request's live buffer, owned (R8, T9)."""
+
+    @abstractmethod
+    def fill_mtp(
+        self, position: int, where: Rows, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor
+    ) -> None:
+        """Put rows into the MTP batch, from ``position`` on (T1); their embeddings may wait for MTP's own (T4)."""
+
+    @abstractmethod
+    def run_mtp(self, rows: Sequence[int]) -> None:
+        """Run MTP for these rows, write its embeddings at their offsets and store its codes (T4, T5)."""
