@@ -16,7 +16,7 @@ Two rules decide what becomes of a tensor in an update.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
@@ -35,7 +35,7 @@ _LARGE = 1 << 12
 Key: TypeAlias = "tuple[Any, Any]"
 """A group of the live buffer, and a name in it."""
 _ALL_DICTIONARIES = {dict}
-_NO_GROUP: dict[Any, Any] = {}
+_MISSING = object()
 _DTYPE = attrgetter("dtype")
 
 
@@ -49,10 +49,10 @@ class _Leaving:
     name: Any
 
     def arrive(self, host: torch.Tensor) -> None:
-        first = self.parts[0]
         hosts: Sequence[torch.Tensor] = (host,)
-        if first is not self.block:
-            hosts = host.split_with_sizes([1] * len(host)) if first.ndim == host.ndim else host.unbind()
+        if self.parts[0] is not self.block:
+            same_rank = self.parts[0].ndim == host.ndim
+            hosts = host.split_with_sizes([1] * len(host)) if same_rank else host.unbind()
         for container, part, arrived in zip(self.containers, self.parts, hosts, strict=False):
             if _at(container, self.name) is part:
                 container[self.name] = arrived
@@ -111,20 +111,20 @@ class LiveBuffers:
         :class:`~omni_npu_phase.contract.ContractError` (E9) for a group that is no dictionary; nothing is written then.
         """
         infos = self.of(request_ids)
-        groups = {key for update in updates for key, value in update.items() if isinstance(value, dict)}
-        _check_groups(request_ids, infos, groups)
-        columns: dict[Key, list[tuple[Any, Any]]] = {}
-        for info, update in zip(infos, updates, strict=True):
+        merged = []
+        for request_id, info, update in zip(request_ids, infos, updates, strict=True):
             for key, value in update.items():
                 if isinstance(value, dict):
-                    group = info.setdefault(key, {})
-                    for name, inner in value.items():
-                        if type(inner) in _PLAIN:
-                            group[name] = inner
-                        else:
-                            columns.setdefault((key, name), []).append((group, inner))
+                    merged.append((self._group(request_id, info, key), key, value))
                 elif key not in _NEVER_STORED:
-                    columns.setdefault((None, key), []).append((info, value))
+                    merged.append((info, None, {key: value}))
+        columns: dict[Key, list[tuple[Any, Any]]] = {}
+        for container, key, values in merged:
+            for name, value in values.items():
+                if type(value) in _PLAIN:
+                    container[name] = value
+                else:
+                    columns.setdefault((key, name), []).append((container, value))
         if columns:
             resident = self._resident
             for column_key, column in columns.items():
@@ -138,20 +138,19 @@ class LiveBuffers:
         where the codes do.
         """
         infos, resident = self.of(request_ids), self._resident
-        keys = (key, *marks)
-        _check_groups(request_ids, infos, {group for group, _ in keys})
-        in_group = {group: [info.setdefault(group, {}) for info in infos] for group, _ in keys}
+        groups = self._groups(request_ids, infos, key[0])
+        marked = [self._groups(request_ids, infos, mark[0]) for mark in marks]
         if isinstance(codes, torch.Tensor):
             owned = self._helper.snapshot(codes)
             rows = owned.split_with_sizes([1] * len(owned)) if len(owned) else ()
-            none = (owned[:0],) * (len(infos) - len(rows))
-            self._put(owned, (*rows, *none), in_group[key[0]], key[1], key in resident)
+            if len(rows) < len(groups):
+                rows = (*rows, *(owned[:0] for _ in groups[len(rows) :]))
+            self._put(owned, rows, groups, key[1], key in resident)
         else:
-            for row, group in enumerate(in_group[key[0]]):
+            for row, group in enumerate(groups):
                 self._place([(group, codes[row : row + 1])], key[1], key in resident)
-        for (group, name), mark in marks.items():
-            stays = key in resident or (group, name) in resident
-            self._put(mark, mark.unbind(), in_group[group], name, stays)
+        for (mark_key, mark), mark_groups in zip(marks.items(), marked, strict=True):
+            self._put(mark, mark.unbind(), mark_groups, mark_key[1], key in resident or mark_key in resident)
         self._mirror(request_ids, infos)
 
     def transfer(self) -> None:
@@ -161,6 +160,20 @@ class LiveBuffers:
             self._writes.leaving = []
             for each, host in zip(leaving, self._helper.fetch([each.block for each in leaving]), strict=True):
                 each.arrive(host)
+
+    def _groups(self, request_ids: Sequence[str], infos: Sequence[Any], key: Any) -> list[Any]:
+        return [self._group(request_id, info, key) for request_id, info in zip(request_ids, infos, strict=True)]
+
+    def _group(self, request_id: str, info: Any, key: Any) -> Any:
+        """A group of a live buffer, made where it is missing."""
+        group = info.get(key, _MISSING)
+        if type(group) is dict:
+            return group
+        if group is _MISSING:
+            group = info[key] = {}
+        elif not isinstance(group, MutableMapping):
+            raise _no_dictionary(request_id, f"{key!r} in its live buffer", group)
+        return group
 
     @property
     def _resident(self) -> Any:
@@ -178,8 +191,9 @@ class LiveBuffers:
             return
         for container, value in column:
             if isinstance(value, torch.Tensor):
-                owned = self._helper.snapshot(value)
-                self._put(owned, (owned,), (container,), name, resident)
+                container[name] = owned = self._helper.snapshot(value)
+                if self._leaves(owned, resident):
+                    self._writes.leaving.append(_Leaving(owned, (owned,), (container,), name))
             elif isinstance(value, list):
                 container[name] = items = list(value)
                 for index, item in enumerate(items):
@@ -193,8 +207,11 @@ class LiveBuffers:
         """Put each part of an owned block under ``name`` of its container."""
         for container, part in zip(containers, parts, strict=True):
             container[name] = part
-        if not (resident or self._helper.is_host or block.is_cpu) and parts:
+        if self._leaves(block, resident):
             self._writes.leaving.append(_Leaving(block, parts, containers, name))
+
+    def _leaves(self, owned: torch.Tensor, resident: bool) -> bool:
+        return not (resident or self._helper.is_host or owned.is_cpu)
 
     def _stacked(self, values: Sequence[Any]) -> torch.Tensor | None:
         """Small tensors of one shape and dtype as rows of a new block; None for any others."""
@@ -227,14 +244,6 @@ class LiveBuffers:
             # A named tuple takes its fields one by one.
             return items if isinstance(value, list) else kind(*items) if hasattr(kind, "_fields") else tuple(items)
         return value
-
-
-def _check_groups(request_ids: Sequence[str], infos: Sequence[Any], groups: Collection[Any]) -> None:
-    for group in groups:
-        for request_id, info in zip(request_ids, infos, strict=True):
-            value = info.get(group, _NO_GROUP)
-            if type(value) is not dict and not isinstance(value, MutableMapping):
-                raise _no_dictionary(request_id, f"{group!r} in its live buffer", value)
 
 
 def _no_dictionary(request_id: str, what: str, value: Any) -> ContractError:

@@ -41,7 +41,7 @@ class Run:
         return self.rows[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """The rows of one step in input-batch order (M7). Every list has one entry per row; counts are in tokens.
 

@@ -76,6 +76,9 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None
 
 def _slices(plan: StepPlan, port: Port, rows: Sequence[int]) -> tuple[Iterable[Any], Iterable[Any]]:
     """Each row's own token ids and embeddings (R9), in one operation each where the rows are adjacent."""
+    if len(rows) == 1:
+        where = slice(plan.offsets[rows[0]], plan.offsets[rows[0]] + plan.spans[rows[0]])
+        return (port.ids[where],), (port.embeds[where],)
     starts, spans = of_rows(rows, plan.offsets), of_rows(rows, plan.spans)
     *adjacent, stop = accumulate(spans, initial=starts[0])
     if starts == adjacent:

@@ -97,7 +97,7 @@ class PhaseRoutingMixin(PhaseMixin):
         elif decode_req_ids:
             index = self.input_batch.req_id_to_index
             if start_offsets is None:
-                offsets = _starts(self)
+                offsets = _starts(self, len(index))
                 start_offsets = [offsets[index[request_id]] for request_id in decode_req_ids]
             rows = range(len(decode_req_ids))
             call = Call(MTP_HOOK, decode_req_ids, rows, inputs_embeds, self.model, phase.deviations, index=index)
@@ -174,15 +174,15 @@ def plan_of(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
         prompt_lens_of(request_ids, states),
         runner.input_batch.num_computed_tokens_cpu[:rows],
         spans,
-        _starts(runner)[:rows],
+        _starts(runner, rows),
         buffer_rows=buffer_rows,
     )
 
 
-def _starts(runner: Any) -> list[int]:
+def _starts(runner: Any, rows: int) -> list[int]:
     """Where each row begins in the step's buffers, from the host half of the pair that the released code reads."""
     starts = runner.query_start_loc.cpu
-    offsets: list[int] = (starts() if callable(starts) else starts).tolist()
+    offsets: list[int] = (starts() if callable(starts) else starts)[:rows].tolist()
     return offsets
 
 
