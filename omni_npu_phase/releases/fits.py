@@ -42,6 +42,7 @@ class Taken:
 
 def methods_of(runtime: Runtime) -> Mapping[str, Taken]:
     """What is taken from the methods of a runner of this runtime."""
+    batch_hook = ("preprocess_batch", *(("preprocess_batch_fills_rows",) if runtime.fills_rows else ()))
     return {
         "_preprocess": Taken(
             ("scheduler_output", "num_input_tokens", "intermediate_tensors"),
@@ -51,6 +52,7 @@ def methods_of(runtime: Runtime) -> Mapping[str, Taken]:
                 *("input_ids", "inputs_embeds", "has_talker_mtp", "mtp_inputs"),
                 *(("preprocess_decode_batch",) if runtime.batched_hooks else ()),
                 *runtime.keywords,
+                *runtime.step_names,
             ),
         ),
         "_talker_mtp_forward": Taken(
@@ -79,7 +81,7 @@ def methods_of(runtime: Runtime) -> Mapping[str, Taken]:
             ),
         ),
         "_process_additional_information_updates": Taken(),
-        **({"_maybe_run_batch_preprocess": Taken(names=("preprocess_batch",))} if runtime.batched_hooks else {}),
+        **({"_maybe_run_batch_preprocess": Taken(names=batch_hook)} if runtime.batched_hooks else {}),
     }
 
 

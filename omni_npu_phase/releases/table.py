@@ -55,10 +55,14 @@ class Runtime:
     """What hooks are told beside the three fields."""
     batched_hooks: bool = True
     """Whether the runner calls hooks for a whole step."""
+    fills_rows: bool = False
+    """Whether ``preprocess_batch`` may write rows itself; the released runner then gives them no other hook."""
+    step_names: tuple[str, ...] = ()
+    """What the code of ``_preprocess`` names beside what it names in every release."""
     mtp_parameters: tuple[str, ...] = ("decode_req_ids", "inputs_embeds", "start_offsets")
     """What the runner's MTP step is called with."""
     mtp_names: tuple[str, ...] = _VALID_MTP
-    """What the code of that step names beside what it names in every release."""
+    """What the code of that MTP step names beside what it names in every release."""
     mtp_seeds: bool = True
     """Whether that step draws from requests' own generators."""
     graph_wrapper: str = f"{_PLATFORM}.get_graph_wrapper_cls"
@@ -124,6 +128,8 @@ class Runtime:
 
 
 RUNTIMES = (
+    Runtime(release="0.32", vllm="0.32.0", vllm_ascend=None, step_names=("index_to_device",), fills_rows=True),
+    Runtime(release="0.31", vllm="0.31.0", vllm_ascend=None, step_names=("index_to_device",)),
     Runtime(release="0.30", vllm="0.30.0", vllm_ascend="0.30.0rc2"),
     Runtime(release="0.28", vllm="0.28.0", vllm_ascend="0.28.0rc1", mtp_names=_ROW_MTP),
     Runtime(release="0.26", vllm="0.26.0", vllm_ascend="0.26.0rc1", mtp_names=_ROW_MTP, keywords=_DUPLEX),

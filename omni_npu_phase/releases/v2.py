@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from omni_npu_phase.releases.fits import Taken, UnsupportedRuntimeError, method_mismatches, say_untested
+from omni_npu_phase.releases.fits import Taken, UnsupportedRuntimeError, method_mismatches, names_in, say_untested
 
 RELEASE = "0.30"
 NAME = f"vLLM-Omni {RELEASE} (Model Runner V2)"
@@ -62,6 +62,8 @@ _BESIDE = {
     ),
 }
 """By the names that the model state's module has for them."""
+_NOT_DONE = ("_eager_mtp", "_decode_preprocess_is_identity", "preprocess_prefill_rows_mrv2")
+"""What ``run_preprocess`` of later releases does beside: the mixin replaces that method, and does none of it."""
 
 
 def prompt_lens(req_states: Any) -> Any:
@@ -88,6 +90,8 @@ def mismatches(released: Sequence[type]) -> list[str]:
     ``released``: the classes behind the mixin in method resolution order.
     """
     lines = _STATE.mismatches(released)
+    does = names_in(released, "run_preprocess")
+    lines += [f"run_preprocess uses {name}, which the mixin would leave out" for name in _NOT_DONE if name in does]
     owner = next((cls for cls in released if "run_preprocess" in vars(cls)), None)
     if owner is not None:
         module = sys.modules[owner.__module__]

@@ -584,6 +584,21 @@ def test_a_missing_attribute_is_named(
     assert line.removeprefix(f"{owner}: ") == f"no attribute {name}"
 
 
+@pytest.mark.parametrize("name", v2._NOT_DONE)
+def test_a_state_that_does_more_is_refused(name: str, released_state: type) -> None:
+    """As those of 0.31, which finish frames in the step that samples them: nobody would do that in their stead."""
+    scope: dict[str, Any] = {}
+    given = ", ".join(["self", *_CALLED_WITH["run_preprocess"]])
+    exec(f"def run_preprocess({given}): self.{name}", scope)
+    changed = type(
+        "Changed",
+        (released_state,),
+        {"run_preprocess": scope["run_preprocess"], "__module__": released_state.__module__},
+    )
+    with pytest.raises(UnsupportedRuntimeError, match=f"run_preprocess uses {name}, which the mixin would leave out"):
+        v2.check(changed.__mro__)
+
+
 @pytest.mark.parametrize("beside", sorted(v2._BESIDE))
 def test_a_missing_class_is_named(beside: str, released_state: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules[released_state.__module__], beside)
