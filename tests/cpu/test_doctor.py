@@ -192,11 +192,18 @@ def test_wrong_use(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("0.30.0", "0.30.0", None, True, "belong together"),
         ("0.20.0", "0.20.2", None, True, "belong together"),
-        ("0.24.0", "0.24.0", "0.23.0.post1", True, "vllm-ascend 0.23.0.post1 belong together"),
-        ("0.24.0", "0.24.0", "0.22.0", None, "was run with vllm-ascend 0.23"),
-        ("0.28.0", "0.28.0", "0.28.0", None, "was run with none"),
-        ("0.30.0", "0.28.0", None, False, "vllm-omni 0.30.0 belongs with vllm 0.30, not 0.28.0"),
-        ("0.19.0", "0.19.0", None, False, "not among the known releases"),
+        ("0.30.0", "0.30.0", "0.30.0rc2", True, "vllm-omni 0.30.0, vllm 0.30.0, vllm-ascend 0.30.0rc2 belong together"),
+        # What images carry: candidates, builds without kernels, builds of a later commit.
+        ("0.24.1.dev12+g1a2b3c4", "0.24.0+empty", "0.24.0rc2.dev166+g5d6e7f8", True, "belong together"),
+        ("0.24.0", "0.24.0", "0.23.0.post1", False, "belongs with vllm-ascend 0.24.0rc1, not 0.23.0.post1"),
+        ("0.30.0", "0.28.0", None, False, "vllm-omni 0.30.0 belongs with vllm 0.30.0, not 0.28.0"),
+        ("0.30.0", "0.28.0", "0.1.dev1+g5d6e7f8", False, "belongs with vllm 0.30.0"),
+        ("0.30.0", "0.1.dev1+g5d6e7f8", "0.28.0rc1", False, "belongs with vllm-ascend 0.30.0rc2"),
+        # Source builds without tags, and what came later: nothing is known against them.
+        ("0.1.dev1+g5d6e7f8", "0.30.0", "0.30.0rc2", None, "judged by its code"),
+        ("0.30.0", "0.1.dev1+g5d6e7f8", None, None, "vllm 0.1.dev1+g5d6e7f8 does not say which release it is"),
+        ("0.30.0", "0.30.0", "0.1.dev1+g5d6e7f8", None, "vllm-ascend 0.1.dev1+g5d6e7f8 does not say"),
+        ("0.99.0", "0.99.0", None, None, "unknown, judged by its code"),
         (None, "0.30.0", None, None, "vllm-omni is not installed"),
         ("0.30.0", None, None, None, "vllm is not installed"),
     ],
@@ -206,6 +213,17 @@ def test_pairs(omni: str | None, vllm: str | None, ascend: str | None, known: bo
     pair = doctor._pair(installed)
     assert pair["known"] is known
     assert reason in pair["reason"]
+
+
+def test_only_a_known_pair_is_advised(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever built from source without tags is not sent to install something else."""
+    versions = {"vllm-omni": "0.1.dev1+g5d6e7f8", "vllm-ascend": "0.28.0rc1"}
+    real = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: versions.get(name) or real(name))
+    assert not any("install a pair" in advice for advice in _json("--model", QWEN)[1]["change"])
+    versions["vllm-omni"] = "0.30.0"
+    (advice,) = (advice for advice in _json("--model", QWEN)[1]["change"] if "install a pair" in advice)
+    assert "belongs with vllm-ascend 0.30.0rc2, not 0.28.0rc1" in advice
 
 
 def test_cann_and_driver_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -540,7 +540,7 @@ def test_a_release_that_was_not_tested_is_noted(
 
 
 _METHODS = sorted(v2._STATE.methods)
-_CALLED_WITH = {name: taken.parameters for name, taken in v2._STATE.methods.items() if taken.parameters}
+_CALLED_WITH = {name: taken.given for name, taken in v2._STATE.methods.items() if taken.given}
 
 
 def _without(released: type, name: str) -> type:
@@ -560,7 +560,7 @@ def test_a_missing_method_is_named(name: str, released_state: type) -> None:
 @pytest.mark.parametrize("name", _CALLED_WITH)
 def test_a_changed_signature_is_named(name: str, released_state: type) -> None:
     changed = type("Changed", (), {name: lambda self: None, "__module__": released_state.__module__})
-    with pytest.raises(UnsupportedRuntimeError, match=f"{name} takes no {_CALLED_WITH[name][0]}"):
+    with pytest.raises(UnsupportedRuntimeError, match=rf"{name}\(self\) does not take \({_CALLED_WITH[name][0]}"):
         v2.check((changed, *released_state.__mro__))
 
 
@@ -582,6 +582,21 @@ def test_a_missing_attribute_is_named(
     monkeypatch.setattr(v2, "_set_by", without)
     (line,) = v2.mismatches(released_state.__mro__)
     assert line.removeprefix(f"{owner}: ") == f"no attribute {name}"
+
+
+@pytest.mark.parametrize("name", v2._NOT_DONE)
+def test_a_state_that_does_more_is_refused(name: str, released_state: type) -> None:
+    """As those of 0.31, which finish frames in the step that samples them: nobody would do that in their stead."""
+    scope: dict[str, Any] = {}
+    given = ", ".join(["self", *_CALLED_WITH["run_preprocess"]])
+    exec(f"def run_preprocess({given}): self.{name}", scope)
+    changed = type(
+        "Changed",
+        (released_state,),
+        {"run_preprocess": scope["run_preprocess"], "__module__": released_state.__module__},
+    )
+    with pytest.raises(UnsupportedRuntimeError, match=f"run_preprocess uses {name}, which the mixin would leave out"):
+        v2.check(changed.__mro__)
 
 
 @pytest.mark.parametrize("beside", sorted(v2._BESIDE))
@@ -606,7 +621,7 @@ def test_a_refused_state_is_left_as_it_was(mixed_state: type, released_state: ty
     bench = make_bench(type("Mixed", (PhaseStateMixin, Changed), {}), _PAIR)
     given = _ready(bench, _PAIR)
     before = given.embeds, copy.deepcopy(bench._live())
-    with pytest.raises(UnsupportedRuntimeError, match="_run_batched_mtp takes no mtp_batches"):
+    with pytest.raises(UnsupportedRuntimeError, match=r"_run_batched_mtp\(self, rows\) does not take \(mtp_batches"):
         bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench._dispatch)
     assert bench.model.log.hooks == []
     assert (given.embeds, bench._live()) == before

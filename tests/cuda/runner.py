@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -14,23 +14,31 @@ import numpy as np
 import torch
 
 from omni_npu_phase import PhaseRoutingMixin
-from omni_npu_phase.releases import Runtime, v0_30
+from omni_npu_phase.releases import Runtime
 
 HIDDEN, CODES = 16, 8
 PROMPT, MTP = 1.0, 100.0
 """What a hook adds to the embedding of a prompt row, and MTP to that of a decode row."""
 Hook = Literal["batched", "scalar"]
 
-RUNTIME: Runtime = replace(
-    v0_30.RUNTIME,
-    name="a runner of tests",
-    methods={},
-    functions={},
-    mtp_graph=lambda runner, rows: (None, None, rows),
-    is_graph=lambda runner: False,
-    eager=lambda: None,
-    forward_context=lambda *_: nullcontext(),
-)
+
+class _Ungraphed(Runtime):
+    """What a runner without vLLM has: MTP that no graph captured, and no context around it."""
+
+    def mtp_graph(self, runner: Any, rows: int) -> tuple[Any, Any, int]:
+        return None, None, rows
+
+    def is_graph(self, runner: Any) -> bool:
+        return False
+
+    def eager(self) -> Any:
+        return None
+
+    def forward_context(self, vllm_config: Any, mode: Any, descriptor: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+RUNTIME = _Ungraphed(release="0.30", vllm="", vllm_ascend=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from omni_npu_phase import releases as runtimes
 from omni_npu_phase.buffers.cuda import CudaBufferHelper
 from omni_npu_phase.contract import IS_PREFILL
+from omni_npu_phase.releases import fits
 from tests.cuda.device import Device
 from tests.cuda.runner import CODES, MTP, PROMPT, RUNTIME, Hook, Row, Runner, Talker
 from tests.fake_cuda import Counts
@@ -32,7 +32,8 @@ every_hook = pytest.mark.parametrize("hook", ["batched", "scalar"])
 
 @pytest.fixture(autouse=True)
 def _known_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, "known_runtimes", lambda: [RUNTIME])
+    monkeypatch.setattr(fits, "RUNTIMES", (RUNTIME,))
+    monkeypatch.setattr(fits, "mismatches", lambda *_: [])
 
 
 def _runner(hook: Hook, rows: int, device: Device) -> Runner:
