@@ -22,8 +22,8 @@ import torch
 
 from omni_npu_phase import PhaseRoutingMixin
 from omni_npu_phase import releases as runtimes
-from omni_npu_phase.conformance import driver
-from omni_npu_phase.conformance.scenarios import BY_ID
+from omni_npu_phase.conformance.drive import run_scenario
+from omni_npu_phase.conformance.scenarios import BY_ID, Variant
 from omni_npu_phase.releases import Runtime, UnsupportedRuntimeError, known_runtimes, names_in, runtime_of
 
 OWN: Runtime = next(one for one in known_runtimes() if metadata.version("vllm-omni").startswith(f"{one.release}."))
@@ -394,7 +394,7 @@ def test_a_refused_runner_does_nothing(scenario: str, released: type) -> None:
 
     before = {cls: dict(vars(cls)) for cls in Changed.__mro__}
     mixed = type("Mixed", (PhaseRoutingMixin, Changed), {})
-    run = driver.run_scenario(mixed, BY_ID[scenario], driver.Variant("scalar", True), torch.device("cpu"))
+    run = run_scenario(mixed, BY_ID[scenario], Variant("scalar", True), torch.device("cpu"))
     assert isinstance(run.error, UnsupportedRuntimeError)
     assert "_update_intermediate_buffer takes no req_id, upd" in str(run.error)
     assert calls == []
