@@ -277,14 +277,14 @@ def _device() -> tuple[str, str]:
 
 
 def _judge_runner(name: str, device: str, device_name: str) -> Iterator[dict[str, Any]]:
-    from omni_npu_phase.conformance import suite
+    from omni_npu_phase.conformance import verify
     from omni_npu_phase.conformance.scenarios import BY_ID
     from omni_npu_phase.releases import UnsupportedRuntimeError
 
     # Only 0.30 has Model Runner V2.
     if name == "gpu-v2" and importlib.util.find_spec("vllm_omni.worker_v2") is None:
         return
-    runner = suite.load_runner(name)
+    runner = verify.load_runner(name)
     scenarios = [BY_ID[each] for each in SCENARIOS]
     found: dict[str, Any] = {
         "name": name,
@@ -297,9 +297,9 @@ def _judge_runner(name: str, device: str, device_name: str) -> Iterator[dict[str
         "mixin": None,
         "refused": None,
     }
-    found["released"] = _failing_clauses(suite.verify(runner, ("released",), scenarios=scenarios, device=device))
+    found["released"] = _failing_clauses(verify.verify(runner, ("released",), scenarios=scenarios, device=device))
     try:
-        found["mixin"] = _failing_clauses(suite.verify(runner, ("mixin",), scenarios=scenarios, device=device))
+        found["mixin"] = _failing_clauses(verify.verify(runner, ("mixin",), scenarios=scenarios, device=device))
     except UnsupportedRuntimeError as error:
         found["refused"] = str(error)
     yield found

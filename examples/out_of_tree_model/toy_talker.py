@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from omni_npu_phase.conformance.model_kit import ModelUnderTest, Request
+from omni_npu_phase.conformance.models.subject import ModelUnderTest, Request
 from omni_npu_phase.contract import IS_PREFILL, MTP_INPUTS, NUM_COMPUTED, PROMPT_LEN
 
 HIDDEN, VOCABULARY, CODEBOOKS = 16, 64, 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same step of a runner, again and again: the driver's runner and vLLM's own input batch, without an engine."""
+"""The same step of a runner, again and again, on the conformance bench: vLLM's own input batch, no engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 
 from omni_npu_phase.bench.talker import Talker, Updates
-from omni_npu_phase.conformance import driver
-from omni_npu_phase.conformance.scenarios import MTP, PREFILL, Hook, Scenario, Step, Variant, row, step
+from omni_npu_phase.conformance.bench import Bench, Sizes, scheduler_output, single_stage
+from omni_npu_phase.conformance.scenarios import MTP, PREFILL, Hook, Row, Step, Variant, row, step
 
 Mix = Literal["decode", "mixed"]
 CHUNK = 512
@@ -49,40 +49,38 @@ class Case:
         return step(*rows)
 
 
-class Steps(driver._Bench):
+class Steps(Bench):
     """A runner of ``cls`` that takes steps of a case."""
 
     def __init__(self, cls: type, case: Case, device: torch.device, kinds: int = 1) -> None:
-        self.case, self.hidden_size, self.dtype = case, case.hidden, case.dtype
         self._placed = tuple(case.placed(number) for number in range(kinds))
-        scenario = Scenario("bench", "the same rows in every step", (), self._placed)
-        indices = {each.request: 1 for each in self._placed[0]}
-        super().__init__(cls, scenario, Variant(case.hook, True), device, indices)
-        rows = self._placed[0]
-        self._update_requests(rows)
-        self._fill_inputs(rows, _starts(rows))
-        self.place(0)
-
-    def _make_model(self) -> Talker:
-        case, longest = self.case, max(each.span for rows in self._placed for each in rows)
-        before = self.case.rows // 2 if case.mix == "mixed" else case.decodes
-        return Talker(
+        longest = max(each.span for rows in self._placed for each in rows)
+        before = case.rows // 2 if case.mix == "mixed" else case.decodes
+        model = Talker(
             [run for run in (before, case.decodes - before) if run],
             case.hidden,
             case.hook,
             case.updates,
-            self.device,
+            device,
             chunk=longest if case.mix == "mixed" else 0,
             resident=case.resident,
             dtype=case.dtype,
         )
+        sizes = Sizes.of(self._placed, case.hidden, case.dtype)
+        super().__init__(cls, model, Variant(case.hook, True), device, sizes)
+        self.schedule(self._placed[0])
+        self.place(0)
+
+    def token(self, row: Row, position: int) -> int:
+        """Any token: the model goes by none."""
+        return 1 + position
 
     def place(self, number: int) -> None:
         """Take the rows of a step of this kind next: the same requests at other offsets. Copies nothing."""
         rows = self._placed[number]
         starts = _starts(rows)
         self.runner.query_start_loc.np[: len(starts)] = starts
-        self._scheduled, self._tokens = driver._scheduler_output(rows, reverse=False), starts[-1]
+        self._scheduled, self._tokens = scheduler_output(rows), starts[-1]
 
     def prepare(self) -> None:
         """Let the model make what its hooks return in the next step."""
@@ -100,5 +98,5 @@ def _starts(rows: Step) -> list[int]:
 @contextlib.contextmanager
 def engineless() -> Iterator[None]:
     """What a step needs of its surroundings."""
-    with driver._single_stage(), torch.inference_mode():
+    with single_stage(), torch.inference_mode():
         yield

@@ -68,12 +68,12 @@ def bench(
     if MixOption.mixed in (mix or ()) and min(rows or (MIXED_ROWS,)) < 2:
         console.stop("--rows: a mixed step has at least 2 rows, one of them the prompt chunk")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from omni_npu_phase.conformance import suite
+    from omni_npu_phase.conformance import verify
 
     try:
-        released = suite.load_runner("gpu-v1")
-        mixed = suite.classes_for("mixin", released)
-    except (suite.NoRuntimeError, RuntimeError) as error:
+        released = verify.load_runner("gpu-v1")
+        mixed = verify.classes_for("mixin", released)
+    except (verify.NoRuntimeError, RuntimeError) as error:
         console.stop(str(error))
     from omni_npu_phase.bench.steps import Case
     from omni_npu_phase.bench.timing import measure
@@ -96,7 +96,7 @@ def bench(
             results.append(measure(released.autoregressive, mixed.autoregressive, case))
     if plot is not None:
         console.write_whole(plot, lambda part: picture.draw(results, part))
-    runtime = suite.describe_runtime(mixed, "cpu")
+    runtime = verify.describe_runtime(mixed, "cpu")
     if as_json:
         own = {"runtime": runtime, "fits": _fits(results), "results": [result.as_dict() for result in results]}
         console.write_text(json.dumps(own, indent=1) + "\n", None)

@@ -20,7 +20,7 @@ from omni_npu_phase.conformance import report as reports
 from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario
 
 if TYPE_CHECKING:
-    from omni_npu_phase.conformance.suite import Mode
+    from omni_npu_phase.conformance.verify import Mode
     from omni_npu_phase.contract import Tier
 
 _STYLES = {"pass": "green", "fail": "bold red", "error": "bold red", "xfail": "yellow", "not_applicable": "dim"}
@@ -129,15 +129,15 @@ def verify(
     # What is loaded here may print (torch_npu does); standard output is the report's.
     with console.progress() as say, contextlib.redirect_stdout(sys.stderr):
         say(f"loading {runner}")
-        from omni_npu_phase.conformance import suite
+        from omni_npu_phase.conformance import verify
         from omni_npu_phase.releases import UnsupportedRuntimeError
 
         try:
-            torch_device = suite.prepare_device(device.value)
-            classes = suite.load_runner(runner)
-            if mode is ModeOption.released and suite.has_mixin(classes):
+            torch_device = verify.prepare_device(device.value)
+            classes = verify.load_runner(runner)
+            if mode is ModeOption.released and verify.has_mixin(classes):
                 console.stop(f"{runner} has PhaseRoutingMixin: judge it with --mode mixin (or both)")
-            report = suite.verify(
+            report = verify.verify(
                 classes,
                 modes,
                 scenarios=chosen,
@@ -147,7 +147,7 @@ def verify(
                 device_name=device.value,
                 advance=lambda current, case: say(f"{current}: {case.id}"),
             )
-        except (suite.NoRuntimeError, UnsupportedRuntimeError) as error:
+        except (verify.NoRuntimeError, UnsupportedRuntimeError) as error:
             console.stop(str(error))
     writers = {
         FormatOption.json: report.to_json,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from omni_npu_phase import contract
-from omni_npu_phase.conformance import model as recording
-from omni_npu_phase.conformance.driver import UNTOUCHED, Recording, StepRecord
-from omni_npu_phase.conformance.model import NEW_IDS, HookCall, MtpCall
+from omni_npu_phase.conformance import recording_model as recording
+from omni_npu_phase.conformance.drive import Recording, StepRecord
+from omni_npu_phase.conformance.recording_model import NEW_IDS, UNTOUCHED, HookCall, MtpCall
 from omni_npu_phase.conformance.scenarios import DECODE, MTP, Row
 
 
@@ -223,7 +223,7 @@ def _flips(earlier: tuple[int, int], row: Row) -> bool:
 
 def _overlaid(run: Recording, placed: _Placed) -> str:
     row, call = placed.row, placed.calls[0]
-    index = run.token_indices[row.request]
+    index = run.indices[row.request]
     prompt = [recording.prompt_embedding(index, position) for position in range(row.prompt)]
     by_name = call.info.get("prompt_embeds_cpu")
     if by_name is not None:
@@ -518,7 +518,7 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
         history.codes[row.request] = wanted
     for index, placed in enumerate(rows):
         last = step.last_later.get(placed.row.request)
-        own = float(run.token_indices[placed.row.request])
+        own = float(run.indices[placed.row.request])
         kept = last == [own] * recording.HIDDEN
         seen = f"{placed}: what its postprocess stored changed with the device buffer (on {run.device})"
         yield "T9", "" if kept else f"{seen}, row {index}"
@@ -552,5 +552,5 @@ def _lacks_mtp_inputs(run: Recording) -> bool:
 
 
 def _requests(run: Recording, token_ids: Sequence[int]) -> str:
-    names = {index: request for request, index in run.token_indices.items()}
+    names = {index: request for request, index in run.indices.items()}
     return ", ".join(names.get(recording.place(token_id)[0], "no request") for token_id in token_ids) or "none"

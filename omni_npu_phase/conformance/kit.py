@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pytest
 
-from omni_npu_phase.conformance import parity, suite
-from omni_npu_phase.conformance.model_cases import CASES
-from omni_npu_phase.conformance.model_kit import ModelUnderTest, load_model
+from omni_npu_phase.conformance import parity, verify
+from omni_npu_phase.conformance.models.cases import CASES
+from omni_npu_phase.conformance.models.subject import ModelUnderTest, load_model
 from omni_npu_phase.conformance.report import Parity, Report, few, read_xfails, verdict
 from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario, Variant
 from omni_npu_phase.contract import CLAUSES, Clause, Tier
 
 if TYPE_CHECKING:
     from omni_npu_phase.conformance.judge import Judgement
-    from omni_npu_phase.conformance.model_bench import ModelBench
-    from omni_npu_phase.conformance.suite import Mode
+    from omni_npu_phase.conformance.models.bench import ModelBench
+    from omni_npu_phase.conformance.verify import Mode
 
 _RUNNER_TESTS, _MODEL_TESTS = "test_clauses.py", "test_model.py"
 _SEEN = "seen."
@@ -38,10 +38,10 @@ Record = Callable[[tuple[str, object]], None]
 class Kit:
     """What this session judges. Whatever stops it from judging ends the session with one line and status 2."""
 
-    runner: suite.RunnerClasses
-    classes: suite.RunnerClasses
+    runner: verify.RunnerClasses
+    classes: verify.RunnerClasses
     model: ModelUnderTest
-    around: suite.RunnerClasses
+    around: verify.RunnerClasses
     """The installed runner with the mixin, which drives the model."""
 
     def __init__(self, config: pytest.Config) -> None:
@@ -53,7 +53,7 @@ class Kit:
         self.mode: Mode = config.getoption("phase_mode")
         self.device_name: str = config.getoption("phase_device")
         tier = config.getoption("phase_tier")
-        self.tiers: tuple[Tier, ...] = suite.DEFAULT_TIERS[self.mode]
+        self.tiers: tuple[Tier, ...] = verify.DEFAULT_TIERS[self.mode]
         if tier is not None:
             self.tiers = ("required", "extended") if tier == "all" else (tier,)
         self.xfails = _read_xfails(config.getoption("phase_xfail"))
@@ -72,7 +72,7 @@ class Kit:
     def runs(self) -> Iterator[tuple[Scenario, Variant]]:
         """Every run of every scenario."""
         for scenario in SCENARIOS:
-            for variant in suite.variants(scenario, self.mode):
+            for variant in verify.variants(scenario, self.mode):
                 yield scenario, variant
 
     def clauses_of(self, scenario: Scenario, variant: Variant) -> list[str]:
@@ -90,12 +90,12 @@ class Kit:
         """The same of the model kit's cases."""
         return [name for name in self.xfails if name in CASES]
 
-    def _run(self, scenario_id: str, variant: Variant) -> suite.Case | None:
-        return suite.run_case(self.classes, self.mode, BY_ID[scenario_id], variant, self.device)
+    def _run(self, scenario_id: str, variant: Variant) -> verify.Case | None:
+        return verify.run_case(self.classes, self.mode, BY_ID[scenario_id], variant, self.device)
 
     def bench(self, **how: bool) -> ModelBench:
         """The model on a bench of its own."""
-        from omni_npu_phase.conformance.model_bench import ModelBench
+        from omni_npu_phase.conformance.models.bench import ModelBench
 
         return ModelBench(self.model, self.around.autoregressive, **how)
 
@@ -106,7 +106,7 @@ class Kit:
 
     def session_properties(self) -> dict[str, str]:
         """What is judged, and on what: versions, mode, device and names."""
-        runtime = suite.describe_runtime(self.around if self.runner_name is None else self.runner, self.device_name)
+        runtime = verify.describe_runtime(self.around if self.runner_name is None else self.runner, self.device_name)
         names = {"runner": self.runner_name or "none", "model": self.model_name or "none"}
         return {**runtime["packages"], "mode": self.mode, "device": self.device_name, **names}
 
@@ -125,20 +125,20 @@ class Kit:
             _say(f"loading {self.runner_name}")
             self.device, self.runner, self.classes = _or_stop(self._load_runner)
 
-    def _load_model(self) -> tuple[ModelUnderTest, suite.RunnerClasses]:
+    def _load_model(self) -> tuple[ModelUnderTest, verify.RunnerClasses]:
         assert self.model_name is not None
-        suite.prepare_device(self.device_name)
+        verify.prepare_device(self.device_name)
         model = load_model(self.model_name)
-        runner = suite.load_runner("gpu-v1" if self.device_name == "cpu" else "npu-v1")
-        return model, suite.classes_for("mixin", runner)
+        runner = verify.load_runner("gpu-v1" if self.device_name == "cpu" else "npu-v1")
+        return model, verify.classes_for("mixin", runner)
 
-    def _load_runner(self) -> tuple[str, suite.RunnerClasses, suite.RunnerClasses]:
+    def _load_runner(self) -> tuple[str, verify.RunnerClasses, verify.RunnerClasses]:
         assert self.runner_name is not None
-        device = suite.prepare_device(self.device_name)
-        runner = suite.load_runner(self.runner_name)
-        if self.mode == "released" and suite.has_mixin(runner):
+        device = verify.prepare_device(self.device_name)
+        runner = verify.load_runner(self.runner_name)
+        if self.mode == "released" and verify.has_mixin(runner):
             stop(f"{self.runner_name} has PhaseRoutingMixin: judge it with --phase-mode mixin")
-        return device, runner, suite.classes_for(self.mode, runner)
+        return device, runner, verify.classes_for(self.mode, runner)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """No tests of what was not named."""
@@ -204,7 +204,7 @@ class Kit:
             )
             results.append(replace(result, tier="model", detail=result.detail or case.sentence))
         model = type(self.model.model)
-        runtime = suite.describe_runtime(self.around, self.device_name)
+        runtime = verify.describe_runtime(self.around, self.device_name)
         return Report(
             {**runtime, "model": self.model_name, "model class": f"{model.__module__}.{model.__qualname__}"},
             tuple(results),
@@ -212,7 +212,7 @@ class Kit:
 
     def _runner_report(self) -> Report:
         judgements = [judgement for found in self._found for judgement in _judgements(found)]
-        results = suite.clause_results(
+        results = verify.clause_results(
             self.runner,
             self.mode,
             judgements,
@@ -223,7 +223,7 @@ class Kit:
         )
         wanted = sum(len(self.clauses_of(*run)) for run in self.runs())
         decided = sum("clause" in found and not found["skipped"] for found in self._found)
-        runtime = suite.describe_runtime(self.runner, self.device_name)
+        runtime = verify.describe_runtime(self.runner, self.device_name)
         compared = [found[_GOLDEN] for found in self._found if _GOLDEN in found]
         return Report(
             runtime={**runtime, "judged": f"{decided} of {wanted} (a clause in a run counts as one)"},
@@ -290,7 +290,7 @@ def _or_stop(load: Callable[[], Loaded]) -> Loaded:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return load()
-    except (suite.NoRuntimeError, UnsupportedRuntimeError) as error:
+    except (verify.NoRuntimeError, UnsupportedRuntimeError) as error:
         stop(str(error))
 
 

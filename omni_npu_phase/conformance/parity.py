@@ -26,7 +26,7 @@ from omni_npu_phase import contract
 from omni_npu_phase.conformance.scenarios import SCENARIOS, Row, Scenario
 
 if TYPE_CHECKING:
-    from omni_npu_phase.conformance.driver import Recording, StepRecord
+    from omni_npu_phase.conformance.drive import Recording, StepRecord
 
 Trace = dict[str, Any]
 # Longer spans are kept as their first and last row and a digest, so that a golden file stays readable.
@@ -66,7 +66,7 @@ def _clauses_in(warning: str) -> str:
 
 def _rows(run: Recording, step: StepRecord) -> Iterator[dict[str, Any]]:
     from omni_npu_phase.conformance.judge import tokens_in_mtp
-    from omni_npu_phase.conformance.model import place
+    from omni_npu_phase.conformance.recording_model import place
 
     in_mtp = [place(token_id) for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
     for row, start in zip(step.rows, step.offsets, strict=True):
@@ -182,15 +182,15 @@ def golden_files() -> Iterator[tuple[str, str]]:
     """Name and text of every golden file, from a fresh run of the mixin on CPU."""
     import torch
 
-    from omni_npu_phase.conformance import suite
-    from omni_npu_phase.conformance.driver import run_scenario
+    from omni_npu_phase.conformance import verify
+    from omni_npu_phase.conformance.drive import run_scenario
 
-    runner = suite.classes_for("mixin", suite.load_runner("gpu-v1"))
+    runner = verify.classes_for("mixin", verify.load_runner("gpu-v1"))
     shown: dict[str, dict[str, str]] = {}
     for scenario in SCENARIOS:
         cls = runner.of(scenario)
         assert cls is not None
-        runs = [run_scenario(cls, scenario, each, torch.device("cpu")) for each in suite.variants(scenario, "mixin")]
+        runs = [run_scenario(cls, scenario, each, torch.device("cpu")) for each in verify.variants(scenario, "mixin")]
         yield f"{scenario.id}.json", render({str(run.variant): trace(run) for run in runs})
         shown[scenario.id] = {str(run.variant): _clauses_shown(run) for run in runs}
     yield _SHOWN, json.dumps(shown, indent=1) + "\n"

@@ -67,7 +67,7 @@ class Behaviour:
     embeds: Literal["fresh", "in_place", "shifted"] = "fresh"
     """Embeddings returned: a new tensor, the given slice filled in place, or an overlapping view of it (E8)."""
     fault: str | None = None
-    """A malformed hook result, by its name in :data:`omni_npu_phase.conformance.model.FAULTS` (E5, E5b)."""
+    """A malformed hook result, by its name in :data:`omni_npu_phase.conformance.recording_model.FAULTS` (E5, E5b)."""
     good_calls: int = 0
     """Hook calls of a step, from its first on, whose results are as they should be in spite of the fault."""
     preprocess_batch: Literal["absent", "records", "replaces", "claims"] = "absent"
@@ -145,6 +145,11 @@ class Scenario:
     def requests(self) -> tuple[str, ...]:
         """Request ids in order of arrival."""
         return tuple(dict.fromkeys(each.request for rows in self.steps for each in rows))
+
+    @property
+    def indices(self) -> Mapping[str, int]:
+        """The number of each request, from 1 on, by which token ids name it."""
+        return {request: index + 1 for index, request in enumerate(self.requests)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from omni_npu_phase.conformance import parity, suite
+from omni_npu_phase.conformance import parity, verify
 from omni_npu_phase.conformance.kit import Kit, Record, expect_nothing_against, kit_of, record_golden
 from omni_npu_phase.conformance.scenarios import Scenario, Variant
 from omni_npu_phase.contract import CLAUSES
@@ -37,7 +37,7 @@ def _clauses(kit: Kit) -> list[object]:
 
 
 @pytest.fixture
-def case(kit: Kit, scenario: Scenario, variant: Variant, request: pytest.FixtureRequest, record: Record) -> suite.Case:
+def case(kit: Kit, scenario: Scenario, variant: Variant, request: pytest.FixtureRequest, record: Record) -> verify.Case:
     """What the run shows; it is made once, by whichever test asks first."""
     clause = request.node.callspec.params.get("clause")
     if clause is not None:
@@ -54,7 +54,7 @@ def case(kit: Kit, scenario: Scenario, variant: Variant, request: pytest.Fixture
     return case
 
 
-def test_clause(clause: str, case: suite.Case, kit: Kit, record: Record) -> None:
+def test_clause(clause: str, case: verify.Case, kit: Kit, record: Record) -> None:
     """A clause, in one run of one scenario."""
     own = [judgement for judgement in case.judgements if judgement.clause == clause and not judgement.undecided]
     if not own:
@@ -63,7 +63,7 @@ def test_clause(clause: str, case: suite.Case, kit: Kit, record: Record) -> None
     expect_nothing_against({clause: seen[0]} if seen else {}, kit, record)
 
 
-def test_run(scenario: Scenario, variant: Variant, case: suite.Case, kit: Kit, record: Record) -> None:
+def test_run(scenario: Scenario, variant: Variant, case: verify.Case, kit: Kit, record: Record) -> None:
     """A run as a whole: nothing against a clause that has no test in it, and with the mixin the golden trace."""
     tested = kit.clauses_of(scenario, variant)
     others = {

@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 
 from omni_npu_phase.conformance.kit import Kit, Record, expect_nothing_against, kit_of
-from omni_npu_phase.conformance.model_cases import CASES, NotShownError, in_chunks
+from omni_npu_phase.conformance.models.cases import CASES, NotShownError, in_chunks
 from omni_npu_phase.contract import ContractError
 
 

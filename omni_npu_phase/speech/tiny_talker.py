@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from omni_npu_phase.conformance.model_kit import ModelUnderTest, Request
+from omni_npu_phase.conformance.models.subject import ModelUnderTest, Request
 from omni_npu_phase.speech import tiny_qwen3_tts
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.talker_engine import prepare, talker_config

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 # A session in this process forgets the modules that it imported, but not where packages hold on to them.
-from omni_npu_phase.conformance import driver, judge, kit, model_bench  # noqa: F401
+from omni_npu_phase.conformance import drive, judge, kit  # noqa: F401
+from omni_npu_phase.conformance.models import bench, cases, subject  # noqa: F401
 
 PLUGIN = "omni_npu_phase.conformance.pytest_plugin"
 

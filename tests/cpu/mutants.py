@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omni_npu_phase.buffers.gather import Gathered
 
 from omni_npu_phase import contract
 from omni_npu_phase.buffers.base import BufferHelper
-from omni_npu_phase.buffers.gather import Gathered
-from omni_npu_phase.conformance.model import NEW_IDS
+from omni_npu_phase.conformance.recording_model import NEW_IDS
 from omni_npu_phase.contract import FIELDS, MTP_INPUTS, ContractError
 from omni_npu_phase.step import plan, results
 from omni_npu_phase.step import route as routing

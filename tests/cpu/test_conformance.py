@@ -14,8 +14,8 @@ import torch
 
 from omni_npu_phase import contract
 from omni_npu_phase.conformance import report as reports
-from omni_npu_phase.conformance import suite
-from omni_npu_phase.conformance.driver import DriverError, run_scenario
+from omni_npu_phase.conformance import verify
+from omni_npu_phase.conformance.drive import SetupError, run_scenario
 from omni_npu_phase.conformance.judge import Judgement, judge
 from omni_npu_phase.conformance.report import Report, verdict
 from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, Variant
@@ -30,21 +30,21 @@ RELEASED_EXTENDED = {"T8", "T9", "E1", "E4", "E5", "E5b", "E6", "E7", "E8"}
 
 @pytest.fixture(scope="module")
 def both() -> Report:
-    tiers: dict[suite.Mode, Sequence[contract.Tier]] = {
+    tiers: dict[verify.Mode, Sequence[contract.Tier]] = {
         "released": ("required", "extended"),
         "mixin": ("required", "extended"),
     }
-    return suite.verify(suite.load_runner("gpu-v1"), ("released", "mixin"), tiers=tiers)
+    return verify.verify(verify.load_runner("gpu-v1"), ("released", "mixin"), tiers=tiers)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
 def test_scenario(scenario: Scenario) -> None:
     """Every judgement holds with the mixin, and the scenario says something about the clauses it is about."""
-    runner = suite.classes_for("mixin", suite.load_runner("gpu-v1")).of(scenario)
+    runner = verify.classes_for("mixin", verify.load_runner("gpu-v1")).of(scenario)
     assert runner is not None
     judgements = [
         judgement
-        for variant in suite.variants(scenario, "mixin")
+        for variant in verify.variants(scenario, "mixin")
         for judgement in judge(run_scenario(runner, scenario, variant, CPU))
     ]
     assert [judgement for judgement in judgements if not judgement.holds] == []
@@ -81,12 +81,12 @@ def test_released_runner_that_replaces_nested_values(released: type) -> None:
         released._update_intermediate_buffer(self, req_id, upd)  # type: ignore[attr-defined]
 
     runner = type("Replaces", (released,), {"_update_intermediate_buffer": replace_nested})
-    report = suite.verify(suite.RunnerClasses("x", runner), ("released",), scenarios=[BY_ID["tail"], BY_ID["mixed"]])
+    report = verify.verify(verify.RunnerClasses("x", runner), ("released",), scenarios=[BY_ID["tail"], BY_ID["mixed"]])
     assert "R8" in {result.id for result in report.clauses if result.failed}
 
 
 def test_default_tiers() -> None:
-    report = suite.verify(suite.load_runner("gpu-v1"), ("released", "mixin"), scenarios=[BY_ID["tail"]])
+    report = verify.verify(verify.load_runner("gpu-v1"), ("released", "mixin"), scenarios=[BY_ID["tail"]])
     assert {result.tier for result in report.of("released")} == {"required"}
     assert {result.tier for result in report.of("mixin")} == {"required", "extended"}
 
@@ -152,32 +152,32 @@ def test_a_scenario_id_names_one_scenario() -> None:
     ],
 )
 def test_runners_that_cannot_be_judged(name: str, advice: str) -> None:
-    with pytest.raises(suite.NoRuntimeError, match=advice):
-        suite.load_runner(name)
+    with pytest.raises(verify.NoRuntimeError, match=advice):
+        verify.load_runner(name)
 
 
 def test_missing_stack_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
-    monkeypatch.setattr(suite.importlib, "import_module", fail)  # type: ignore[attr-defined]
-    with pytest.raises(suite.NoRuntimeError, match="Install vLLM-Omni"):
-        suite.load_runner("gpu-v1")
+    monkeypatch.setattr(verify.importlib, "import_module", fail)  # type: ignore[attr-defined]
+    with pytest.raises(verify.NoRuntimeError, match="Install vLLM-Omni"):
+        verify.load_runner("gpu-v1")
 
 
 def test_classes_by_mode(released: type, mixed: type) -> None:
     for given in (released, mixed):
-        runner = suite.RunnerClasses("x", given)
-        assert suite.classes_for("released", runner).autoregressive is released
-        ours = suite.classes_for("mixin", runner).autoregressive
+        runner = verify.RunnerClasses("x", given)
+        assert verify.classes_for("released", runner).autoregressive is released
+        ours = verify.classes_for("mixin", runner).autoregressive
         assert ours.__mro__[ours.__mro__.index(released) - 1].__name__ == "PhaseRoutingMixin"
-    assert suite.classes_for("mixin", suite.RunnerClasses("x", mixed)).autoregressive is mixed
+    assert verify.classes_for("mixin", verify.RunnerClasses("x", mixed)).autoregressive is mixed
 
 
 def test_the_mixin_is_not_put_on_an_unknown_runner() -> None:
     stranger = type("Stranger", (), dict.fromkeys(("_preprocess", "_talker_mtp_forward"), lambda self: None))
     with pytest.raises(UnsupportedRuntimeError, match="Stranger"):
-        suite.classes_for("mixin", suite.RunnerClasses("x", stranger))
+        verify.classes_for("mixin", verify.RunnerClasses("x", stranger))
 
 
 def test_a_runner_that_cannot_be_set_up_is_no_failure_of_the_contract(released: type) -> None:
@@ -185,9 +185,9 @@ def test_a_runner_that_cannot_be_set_up_is_no_failure_of_the_contract(released: 
         raise OSError("no buffers here")
 
     runner = type("Broken", (released,), {"_make_buffer": broken})
-    with pytest.raises(DriverError, match="cannot set up Broken: OSError: no buffers here"):
+    with pytest.raises(SetupError, match="cannot set up Broken: OSError: no buffers here"):
         run_scenario(runner, BY_ID["tail"], Variant("scalar", True), CPU)
-    report = suite.verify(suite.RunnerClasses("x", runner), ("released",), scenarios=[BY_ID["tail"]])
+    report = verify.verify(verify.RunnerClasses("x", runner), ("released",), scenarios=[BY_ID["tail"]])
     by_id = {result.id: result.status for result in report.clauses}
     assert by_id["M5"] == "error"
     assert by_id["M1"] == "not_applicable"
@@ -195,7 +195,7 @@ def test_a_runner_that_cannot_be_set_up_is_no_failure_of_the_contract(released: 
 
 
 def test_generation_scenarios_need_a_generation_runner(mixed: type) -> None:
-    report = suite.verify(suite.RunnerClasses("x", mixed), ("mixin",), scenarios=[BY_ID["generation-runner"]])
+    report = verify.verify(verify.RunnerClasses("x", mixed), ("mixin",), scenarios=[BY_ID["generation-runner"]])
     assert {result.status for result in report.clauses} == {"not_applicable"}
 
 
@@ -256,8 +256,8 @@ def test_released_runners_are_asked_only_what_their_release_knows(released: type
 
     older = type("Older", (released,), {"__module__": "vllm_omni.older", "_talker_mtp_forward": _talker_mtp_forward})
     asked = {name: BY_ID[name].behaviour for name in ("resident-codes", "request-ids", "seeded-rows")}
-    known = {name: suite._asked_for(BY_ID[name], older).behaviour for name in asked}
-    assert all(suite._asked_for(BY_ID[name], released).behaviour == asked[name] for name in asked)
+    known = {name: verify._asked_for(BY_ID[name], older).behaviour for name in asked}
+    assert all(verify._asked_for(BY_ID[name], released).behaviour == asked[name] for name in asked)
     assert asked["resident-codes"].validity
     assert not known["resident-codes"].validity
     assert asked["request-ids"].takes_infos

@@ -45,7 +45,7 @@ def _python(code: str, **environment: str) -> str:
         "omni_npu_phase.tracing.check",
         "omni_npu_phase.conformance.scenarios",
         "omni_npu_phase.conformance.report",
-        "omni_npu_phase.conformance.suite",
+        "omni_npu_phase.conformance.verify",
         "omni_npu_phase.conformance.pytest_plugin",
         "omni_npu_phase.conformance.kit",
         "omni_npu_phase.conformance.test_clauses",
@@ -89,13 +89,13 @@ sys.path.insert(0, {str(target)!r})
 sys.modules["typer"] = sys.modules["rich"] = None
 import omni_npu_phase, torch
 assert omni_npu_phase.__file__.startswith({str(target)!r}), omni_npu_phase.__file__
-from omni_npu_phase.conformance import driver, judge, scenarios
+from omni_npu_phase.conformance import drive, judge, scenarios
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 
 class Runner(omni_npu_phase.PhaseRoutingMixin, GPUARModelRunner):
     pass
 
-run = driver.run_scenario(Runner, scenarios.BY_ID["mixed"], driver.Variant("batched", True), torch.device("cpu"))
+run = drive.run_scenario(Runner, scenarios.BY_ID["mixed"], scenarios.Variant("batched", True), torch.device("cpu"))
 judgements = judge.judge(run)
 assert judgements and all(judgement.holds for judgement in judgements), run.error
 print("held", len(judgements))

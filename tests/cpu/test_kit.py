@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from omni_npu_phase.conformance import parity, suite
+from omni_npu_phase.conformance import parity, verify
 from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS
 from omni_npu_phase.contract import CLAUSES
 from omni_npu_phase.settings import version_of
@@ -94,16 +94,16 @@ def _ids(judgements: list[tuple[str, str, str]]) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", ["released", "mixin"])
-def test_failures_are_those_of_verify(mode: suite.Mode, kit: Kit) -> None:
+def test_failures_are_those_of_verify(mode: verify.Mode, kit: Kit) -> None:
     scenarios = [BY_ID[name] for name in ("mutated-fields", "no-buffer", "new-ids", "e5-long", "many-decodes")]
-    classes = suite.classes_for(mode, suite.load_runner("gpu-v1"))
+    classes = verify.classes_for(mode, verify.load_runner("gpu-v1"))
     expected: dict[str, bool] = {}
     for scenario in scenarios:
-        for variant in suite.variants(scenario, mode):
-            case = suite.run_case(classes, mode, scenario, variant, "cpu")
+        for variant in verify.variants(scenario, mode):
+            case = verify.run_case(classes, mode, scenario, variant, "cpu")
             assert case is not None
             for each in case.judgements:
-                if CLAUSES[each.clause].tier in suite.DEFAULT_TIERS[mode]:
+                if CLAUSES[each.clause].tier in verify.DEFAULT_TIERS[mode]:
                     name = f"test_clause[{each.clause}-{scenario.id}-{variant.id}]"
                     expected[name] = expected.get(name, True) and each.holds
     chosen = " or ".join(f"-{scenario.id}-" for scenario in scenarios)
@@ -115,7 +115,7 @@ def test_failures_are_those_of_verify(mode: suite.Mode, kit: Kit) -> None:
 def test_every_run_has_tests_of_the_clauses_it_is_about() -> None:
     for scenario in SCENARIOS:
         shown = parity.clauses_shown(scenario)
-        assert set(shown) == {str(variant) for variant in suite.variants(scenario, "mixin")}
+        assert set(shown) == {str(variant) for variant in verify.variants(scenario, "mixin")}
         assert set(scenario.about) <= {clause for clauses in shown.values() for clause in clauses}
 
 
@@ -314,7 +314,9 @@ def test_report(kit: Kit) -> None:
     """The same verdicts as verify's, in its own words, for the scenarios that were run."""
     result = kit.run("--phase-runner", "gpu-v1", "--phase-report", "report.md", "-k-mutated-fields-")
     text = (kit.folder / "report.md").read_text(encoding="utf-8")
-    wanted = suite.verify(suite.load_runner("gpu-v1"), ("released",), scenarios=[BY_ID["mutated-fields"]]).to_markdown()
+    wanted = verify.verify(
+        verify.load_runner("gpu-v1"), ("released",), scenarios=[BY_ID["mutated-fields"]]
+    ).to_markdown()
     tables = [[line for line in each.splitlines() if line.startswith(("|", "##"))] for each in (text, wanted)]
     assert tables[0] == tables[1]
     assert f"- packages.vllm-omni: {version_of('vllm-omni')}" in text

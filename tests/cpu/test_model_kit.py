@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.out_of_tree_model.toy_talker import ToyTalker, under_test
-from omni_npu_phase.conformance.model_bench import ModelBench
-from omni_npu_phase.conformance.model_cases import CASES, NotShownError, chunkings
-from omni_npu_phase.conformance.model_kit import ModelUnderTest, Request, load_model
-from omni_npu_phase.conformance.suite import NoRuntimeError
+from omni_npu_phase.conformance.models.bench import ModelBench
+from omni_npu_phase.conformance.models.cases import CASES, NotShownError, chunkings
+from omni_npu_phase.conformance.models.subject import ModelUnderTest, Request, load_model
 from omni_npu_phase.conformance.test_model import first_seen
+from omni_npu_phase.conformance.verify import NoRuntimeError
 from tests.cpu.wrong_models import WRONG_MODELS, WrongModel
 
 FINDINGS = Path(__file__).with_name("talker_findings.txt")

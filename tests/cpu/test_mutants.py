@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from omni_npu_phase.conformance import suite
-from omni_npu_phase.conformance.driver import Recording, run_scenario
+from omni_npu_phase.conformance import verify
+from omni_npu_phase.conformance.drive import Recording, run_scenario
 from omni_npu_phase.conformance.judge import Judgement, judge
 from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario
 from omni_npu_phase.contract import CLAUSES, ContractError
@@ -41,8 +41,8 @@ class Outcome:
 
 
 @functools.cache
-def _runners(name: str) -> suite.RunnerClasses:
-    return suite.classes_for("mixin", suite.load_runner(name))
+def _runners(name: str) -> verify.RunnerClasses:
+    return verify.classes_for("mixin", verify.load_runner(name))
 
 
 def _runner_of(mutant: Mutant) -> str:
@@ -55,7 +55,7 @@ def _runs(scenarios: Sequence[Scenario], runner: str) -> Iterator[Recording]:
         if cls is None:
             assert scenario.id in _runners(runner).cannot_show
             continue
-        for variant in suite.variants(scenario, "mixin"):
+        for variant in verify.variants(scenario, "mixin"):
             yield run_scenario(cls, scenario, variant, _CPU)
 
 

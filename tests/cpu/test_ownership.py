@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omni_npu_phase.buffers.ownership import reachable
 
 from omni_npu_phase.buffers import ownership
-from omni_npu_phase.buffers.ownership import reachable
 
 _KEPT = torch.zeros(1, 4)
 _ARRAY = np.zeros((1, 4), dtype=np.float32)

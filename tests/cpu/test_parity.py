@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from omni_npu_phase import contract
-from omni_npu_phase.conformance import parity, suite
-from omni_npu_phase.conformance.driver import run_scenario
+from omni_npu_phase.conformance import parity, verify
+from omni_npu_phase.conformance.drive import run_scenario
 from omni_npu_phase.conformance.report import Parity, Report
 from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Hook, Variant
 
@@ -166,7 +166,7 @@ def test_wrong_types_show() -> None:
 def test_a_difference_fails_the_mixin(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parity.trace
     monkeypatch.setattr(parity, "trace", lambda run: {**made(run), "ended": "otherwise"})
-    report = suite.verify(suite.load_runner("gpu-v1"), ("released", "mixin"), scenarios=[BY_ID["tail"]])
+    report = verify.verify(verify.load_runner("gpu-v1"), ("released", "mixin"), scenarios=[BY_ID["tail"]])
     assert report.parity is not None
     assert len(report.parity.differences) == report.parity.compared == 4
     assert not report.passed("mixin")
@@ -174,7 +174,7 @@ def test_a_difference_fails_the_mixin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_mixin_is_compared() -> None:
-    report = suite.verify(suite.load_runner("gpu-v1"), ("released",), scenarios=[BY_ID["tail"]])
+    report = verify.verify(verify.load_runner("gpu-v1"), ("released",), scenarios=[BY_ID["tail"]])
     assert report.parity is None
     assert Report({}, (), Parity(3)).passed("mixin")
 

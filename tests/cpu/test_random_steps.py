@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_npu_phase.conformance.driver import run_scenario
+from omni_npu_phase.conformance.drive import run_scenario
 from omni_npu_phase.conformance.judge import judge
 from omni_npu_phase.conformance.scenarios import MTP, Behaviour, Row, Scenario, Setting, Step, Variant
 from omni_npu_phase.contract import is_mtp_eligible, phase_name

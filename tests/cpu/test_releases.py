@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from omni_npu_phase import PhaseRoutingMixin
-from omni_npu_phase.conformance import driver
-from omni_npu_phase.conformance.scenarios import BY_ID
+from omni_npu_phase.conformance.drive import run_scenario
+from omni_npu_phase.conformance.scenarios import BY_ID, Variant
 from omni_npu_phase.releases import RUNTIMES, Runtime, UnsupportedRuntimeError, fits, names_in, release_of, runtime_of
 
 OWN: Runtime = next(one for one in RUNTIMES if one.release == release_of(metadata.version("vllm-omni")))
@@ -373,7 +373,7 @@ def test_a_refused_runner_does_nothing(scenario: str, released: type) -> None:
 
     before = {cls: dict(vars(cls)) for cls in Changed.__mro__}
     mixed = type("Mixed", (PhaseRoutingMixin, Changed), {})
-    run = driver.run_scenario(mixed, BY_ID[scenario], driver.Variant("scalar", True), torch.device("cpu"))
+    run = run_scenario(mixed, BY_ID[scenario], Variant("scalar", True), torch.device("cpu"))
     assert isinstance(run.error, UnsupportedRuntimeError)
     assert "_update_intermediate_buffer(self, request, update) does not take (req_id, upd)" in str(run.error)
     assert calls == []

@@ -26,9 +26,10 @@ from typer.testing import CliRunner, Result
 
 from omni_npu_phase import contract, plugin, tracing
 from omni_npu_phase.commands.app import app
-from omni_npu_phase.conformance import driver, driver_v2, parity, suite
-from omni_npu_phase.conformance.driver import Recording, Variant, run_scenario
-from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, row
+from omni_npu_phase.conformance import parity, verify
+from omni_npu_phase.conformance.bench import Bench, StateBench, scenario_bench, single_stage
+from omni_npu_phase.conformance.drive import Recording, run_scenario
+from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, Variant, row
 from omni_npu_phase.settings import TRACE_VARIABLE
 from omni_npu_phase.speech import tiny_qwen3_tts
 from omni_npu_phase.step import v1 as mixin
@@ -64,18 +65,18 @@ class Traced:
 
 @contextmanager
 def _recorded(folder: Path, *, hooks: bool) -> Iterator[list[Recorder]]:
-    """Every runner that the conformance driver makes has a recorder."""
+    """Every runner that the conformance bench makes has a recorder."""
     made: list[Recorder] = []
     with pytest.MonkeyPatch.context() as patch:
-        for bench in (driver._Bench, driver_v2.StateBench):
-            released = bench._make_runner
+        for bench in (Bench, StateBench):
+            released = bench.make_runner
 
             def make(self: Any, cls: type, released: Callable[..., Any] = released) -> Any:
                 runner = released(self, cls)
                 made.append(tracing.record(runner, folder, hooks=hooks))
                 return runner
 
-            patch.setattr(bench, "_make_runner", make)
+            patch.setattr(bench, "make_runner", make)
         yield made
 
 
@@ -105,12 +106,12 @@ def _leaves_mtp_out(scenario: Scenario) -> bool:
 @pytest.mark.parametrize("name", ["gpu-v1", "gpu-v2"])
 def test_a_trace_says_what_rows_show(name: str, tmp_path: Path) -> None:
     """In every scenario, each row's lengths, phase and place in MTP are those that the scenario is written with."""
-    runner = suite.classes_for("mixin", suite.load_runner(name))
+    runner = verify.classes_for("mixin", verify.load_runner(name))
     for scenario in SCENARIOS:
         cls = runner.of(scenario)
         if cls is None:
             continue
-        variant = next(iter(suite.variants(scenario, "mixin")))
+        variant = next(iter(verify.variants(scenario, "mixin")))
         result = _traced(tmp_path, cls, scenario, variant.hook, variant.mtp)
         steps = list(result.trace.steps())
         assert len(steps) == len(result.run.steps)
@@ -286,19 +287,18 @@ class _Stepping:
     def __init__(self, cls: type, rows: int, hook: Hook) -> None:
         self.rows = tuple(row(f"r{index}", 3, 5, 1, MTP) for index in range(rows))
         scenario = Scenario("steps", "", (), (self.rows,))
-        indices = {each.request: index + 1 for index, each in enumerate(self.rows)}
-        self._bench = driver._Bench(cls, scenario, Variant(hook, True), CPU, indices)
-        self._bench._update_requests(self.rows)
+        self._bench = scenario_bench(cls, scenario, Variant(hook, True), CPU)
+        self._bench.update_requests(self.rows)
         self.runner, self.model = self._bench.runner, self._bench.model
 
     def step(self) -> None:
-        self._bench._fill_inputs(self.rows, range(len(self.rows)))
-        with driver._single_stage(), torch.inference_mode():
-            self._bench._preprocess(self.rows, len(self.rows))
+        self._bench.fill_inputs(self.rows, range(len(self.rows)))
+        with single_stage(), torch.inference_mode():
+            self._bench.preprocess(self.rows, len(self.rows))
 
 
 def _bench(cls: type, rows: int, hook: Hook = "batched") -> _Stepping:
-    with driver._single_stage():
+    with single_stage():
         return _Stepping(cls, rows, hook)
 
 

@@ -18,10 +18,12 @@ import torch
 import omni_npu_phase
 from omni_npu_phase import ContractError, contract
 from omni_npu_phase.bench.steps import Case, Steps, engineless
-from omni_npu_phase.conformance import driver
+from omni_npu_phase.conformance import bench
+from omni_npu_phase.conformance.bench import Bench
+from omni_npu_phase.conformance.drive import Drive, run_scenario
 from omni_npu_phase.conformance.judge import judge
-from omni_npu_phase.conformance.model import MARK, RecordingModel
-from omni_npu_phase.conformance.scenarios import BY_ID, Scenario
+from omni_npu_phase.conformance.recording_model import MARK, RecordingModel
+from omni_npu_phase.conformance.scenarios import BY_ID, Scenario, Variant
 from omni_npu_phase.releases import UnsupportedRuntimeError
 from omni_npu_phase.settings import MODE_VARIABLE
 from omni_npu_phase.step import v1 as mixin
@@ -43,7 +45,7 @@ SELECTION = (
 
 def _run(cls: type, scenario: str | Scenario, mode: str = "on", hook: str = "batched", mtp: bool = True) -> Any:
     case = BY_ID[scenario] if isinstance(scenario, str) else scenario
-    return driver.run_scenario(cls, case, driver.Variant(hook, mtp, mode), CPU)  # type: ignore[arg-type]
+    return run_scenario(cls, case, Variant(hook, mtp, mode), CPU)  # type: ignore[arg-type]
 
 
 # The package's door.
@@ -79,7 +81,7 @@ def test_off_is_the_released_runner(mixed: type, released: type) -> None:
 @pytest.mark.parametrize("mode", ["strict", "on"])
 def test_mode_from_the_environment(mode: str, mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MODE_VARIABLE, mode)
-    run = driver.run_scenario(mixed, BY_ID["e5-long"], driver.Variant("scalar", True, ""), CPU)
+    run = run_scenario(mixed, BY_ID["e5-long"], Variant("scalar", True, ""), CPU)
     assert isinstance(run.error, ContractError) is (mode == "strict")
 
 
@@ -90,7 +92,7 @@ def test_the_attribute_wins_over_the_environment(mixed: type, monkeypatch: pytes
 
 def test_unknown_mode(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MODE_VARIABLE, "sometimes")
-    run = driver.run_scenario(mixed, BY_ID["tail"], driver.Variant("scalar", True, ""), CPU)
+    run = run_scenario(mixed, BY_ID["tail"], Variant("scalar", True, ""), CPU)
     assert isinstance(run.error, ValueError)
     assert "'sometimes'" in str(run.error)
 
@@ -157,13 +159,13 @@ def test_the_model_is_given_back_after_an_error(released: type) -> None:
 
 def test_earlier_rows_keep_what_they_stored_before_an_error(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
     stored: dict[str, Any] = {}
-    untouched = driver._Bench._untouched
+    untouched = Drive._untouched
 
-    def noting(bench: Any, *rest: Any) -> bool:
-        stored.update(bench.runner.model_intermediate_buffer)
-        return untouched(bench, *rest)
+    def noting(drive: Any, *rest: Any) -> bool:
+        stored.update(drive.bench.live())
+        return untouched(drive, *rest)
 
-    monkeypatch.setattr(driver._Bench, "_untouched", noting)
+    monkeypatch.setattr(Drive, "_untouched", noting)
     run = _run(mixed, "e5b-short")
     assert isinstance(run.error, ContractError)
     assert run.untouched_by_error
@@ -523,7 +525,7 @@ def test_spans_may_be_numpy_integers(mixed: type) -> None:
 
 
 def test_prompt_embeds_that_are_too_short(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = driver._Bench._new_state
+    made = Bench.new_state
 
     def shortened(bench: Any, row: Any) -> Any:
         state = made(bench, row)
@@ -531,20 +533,20 @@ def test_prompt_embeds_that_are_too_short(mixed: type, monkeypatch: pytest.Monke
             state.prompt_embeds_cpu = state.prompt_embeds_cpu[:2]
         return state
 
-    monkeypatch.setattr(driver._Bench, "_new_state", shortened)
+    monkeypatch.setattr(Bench, "new_state", shortened)
     run = _run(mixed, "prompt-embeds")
     assert isinstance(run.error, ContractError)
     assert (run.error.clause, run.error.requests) == ("E1", ("a",))
 
 
 def test_a_request_of_unknown_length(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = driver._Bench._update_requests
+    made = Bench.update_requests
 
     def forget(bench: Any, rows: Any) -> None:
         made(bench, rows)
         bench.runner.requests["a"] = SimpleNamespace(prompt_token_ids=None)
 
-    monkeypatch.setattr(driver._Bench, "_update_requests", forget)
+    monkeypatch.setattr(Bench, "update_requests", forget)
     run = _run(mixed, "tail")
     assert isinstance(run.error, ContractError)
     assert run.error.clause == "E4"
@@ -552,14 +554,14 @@ def test_a_request_of_unknown_length(mixed: type, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_row_without_a_span(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = driver._scheduler_output
+    made = bench.scheduler_output
 
     def forget(rows: Any, *, reverse: bool) -> Any:
         output = made(rows, reverse=reverse)
         output.num_scheduled_tokens.pop("a")
         return output
 
-    monkeypatch.setattr(driver, "_scheduler_output", forget)
+    monkeypatch.setattr(bench, "scheduler_output", forget)
     run = _run(mixed, "adjacent-decodes")
     assert isinstance(run.error, ContractError)
     assert "expected a scheduled span, got none" in str(run.error)

@@ -12,15 +12,23 @@ from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from omni_npu_phase import ContractError
-from omni_npu_phase.conformance import driver, suite
-from omni_npu_phase.conformance.driver_v2 import StateBench, StateModel
+from omni_npu_phase.conformance import verify
+from omni_npu_phase.conformance.bench import StateBench, scenario_bench, single_stage
+from omni_npu_phase.conformance.drive import run_scenario
 from omni_npu_phase.conformance.judge import judge
-from omni_npu_phase.conformance.model import HIDDEN, NEW_IDS, embedding, mtp_codes, mtp_embedding, token
+from omni_npu_phase.conformance.recording_model import (
+    HIDDEN,
+    NEW_IDS,
+    StateModel,
+    embedding,
+    mtp_codes,
+    mtp_embedding,
+    token,
+)
 from omni_npu_phase.conformance.report import Report
 from omni_npu_phase.conformance.scenarios import (
     BY_ID,
@@ -34,6 +42,7 @@ from omni_npu_phase.conformance.scenarios import (
     Hook,
     Scenario,
     Step,
+    Variant,
     row,
     step,
 )
@@ -51,7 +60,7 @@ _MIXED = step(row("p", 9, 0, 3, PREFILL), row("a", 3, 3, 1, MTP), row("t", 5, 4,
 
 def _run(cls: type, scenario: str | Scenario, hook: Hook = "batched", mtp: bool = True, mode: str = "on") -> Any:
     case = BY_ID[scenario] if isinstance(scenario, str) else scenario
-    return driver.run_scenario(cls, case, driver.Variant(hook, mtp, mode), CPU)
+    return run_scenario(cls, case, Variant(hook, mtp, mode), CPU)
 
 
 def _failed(run: Any) -> set[str]:
@@ -71,10 +80,11 @@ def make_bench() -> Iterator[Any]:
         behaviour: Behaviour = _PLAIN,
     ) -> StateBench:
         scenario = Scenario("by-hand", "a step by hand", (), steps, behaviour=behaviour)
-        indices = {request: index + 1 for index, request in enumerate(scenario.requests)}
-        return StateBench(cls, scenario, driver.Variant(hook, mtp, mode), CPU, indices)
+        bench = scenario_bench(cls, scenario, Variant(hook, mtp, mode), CPU)
+        assert isinstance(bench, StateBench)
+        return bench
 
-    with driver._single_stage(), torch.inference_mode():
+    with single_stage(), torch.inference_mode():
         yield make
 
 
@@ -91,22 +101,21 @@ class _Given:
 
 
 def _ready(bench: StateBench, rows: Step) -> _Given:
-    offsets = np.cumsum([0, *(each.span for each in rows)]).tolist()
-    bench._update_requests(rows)
-    bench._fill_inputs(rows, offsets)
-    batch = bench._input_batch(rows, offsets[-1])
+    offsets = bench.schedule(rows)
+    batch = bench.input_batch(rows, offsets[-1])
     inputs = {"input_ids": batch.input_ids, **bench.runner.prepare_inputs(batch, bench.requests)}
     return _Given(batch, inputs)
 
 
 def _take(bench: StateBench, rows: Step) -> _Given:
     given = _ready(bench, rows)
-    bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench._dispatch)
+    bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench.dispatch)
     return given
 
 
 def _codes(bench: StateBench, request: str) -> Any:
-    return bench._stored_codes(request)
+    codes = bench.live()[request].get("codes", {}).get("audio")
+    return None if codes is None else codes.reshape(-1).tolist()
 
 
 def _own(bench: StateBench, request: str, position: int) -> int:
@@ -118,7 +127,7 @@ def _own(bench: StateBench, request: str, position: int) -> int:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return suite.verify(suite.load_runner("gpu-v2"), ("released", "mixin"))
+    return verify.verify(verify.load_runner("gpu-v2"), ("released", "mixin"))
 
 
 def test_every_clause_that_applies_holds_with_the_mixin(report: Report) -> None:
@@ -134,7 +143,7 @@ def test_routing_is_that_of_v1(report: Report) -> None:
     assert report.parity is not None
     assert report.parity.differences == ()
     shown = [case for case in SCENARIOS if case.id not in NOT_IN_V2]
-    assert report.parity.compared == sum(len(list(suite.variants(case, "mixin"))) for case in shown)
+    assert report.parity.compared == sum(len(list(verify.variants(case, "mixin"))) for case in shown)
 
 
 def test_released_fails_what_its_source_says(report: Report) -> None:
@@ -151,10 +160,10 @@ def test_what_is_not_for_v2_says_why(report: Report) -> None:
 
 
 def test_runner_by_name() -> None:
-    runner = suite.load_runner("vllm_omni.worker_v2.model_states.omni_model_state:OmniModelState")
-    mixed = suite.classes_for("mixin", runner).autoregressive
+    runner = verify.load_runner("vllm_omni.worker_v2.model_states.omni_model_state:OmniModelState")
+    mixed = verify.classes_for("mixin", runner).autoregressive
     assert mixed.__mro__[1] is PhaseStateMixin
-    assert suite.classes_for("released", suite.RunnerClasses("mixed", mixed)).autoregressive is runner.autoregressive
+    assert verify.classes_for("released", verify.RunnerClasses("mixed", mixed)).autoregressive is runner.autoregressive
 
 
 # The four faults.
@@ -217,18 +226,18 @@ def test_no_guess_when_a_length_is_unknown(forget: Any, expected: str, mixed_sta
     before = given.embeds
     requests = forget(given, bench.requests)
     with pytest.raises(ContractError, match=expected) as caught:
-        bench.runner.run_preprocess(given.batch, given.inputs, requests, bench._dispatch)
+        bench.runner.run_preprocess(given.batch, given.inputs, requests, bench.dispatch)
     assert (caught.value.clause, caught.value.requests, caught.value.rows) == ("E4", ("t",), (0,))
     assert bench.model.log.hooks == []
     assert given.embeds == before
-    assert not any(name in info for info in bench._live().values() for name in FIELDS)
+    assert not any(name in info for info in bench.live().values() for name in FIELDS)
 
 
 def test_released_guesses(released_state: type, make_bench: Any) -> None:
     rows = step(row("t", 5, 4, 1, TAIL))
     bench = make_bench(released_state, rows, hook="scalar", behaviour=Behaviour(mtp_inputs="every_row"))
     given = _ready(bench, rows)
-    bench.runner.run_preprocess(given.batch, given.inputs, None, bench._dispatch)
+    bench.runner.run_preprocess(given.batch, given.inputs, None, bench.dispatch)
     assert len(bench.model.log.mtp) == 1
 
 
@@ -260,7 +269,7 @@ def test_prompt_length_leaves_out_recomputed_outputs(mixed_state: type, make_ben
     bench.runner.remove_request(bench.slots["a"])
     bench.requests.remove_request("a")
     del bench.slots["a"]
-    bench._add(before[0])
+    bench.add(before[0])
     assert bench.requests.prefill_len.np[bench.slots["a"]] == 7
     bench.model.log.hooks.clear()
     _take(bench, after)
@@ -307,7 +316,7 @@ def test_a_row_without_live_buffer_is_passed_over_as_released(
         for _ in range(2):
             given = _ready(bench, _PAIR)
             bench.runner.intermediate_buffer.buffers[bench.slots["a"]].clear()
-            bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench._dispatch)
+            bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench.dispatch)
         assert [call.request_id for call in bench.model.log.hooks] == ["b", "b"]
         assert _codes(bench, "b") == mtp_codes(_own(bench, "b", 6))
         assert given.embeds[1] == mtp_embedding(_own(bench, "b", 6))
@@ -318,7 +327,7 @@ def test_a_row_without_live_buffer_is_passed_over_as_released(
     given = _ready(bench, _PAIR)
     bench.runner.intermediate_buffer.buffers[bench.slots["a"]].clear()
     with pytest.raises(ContractError, match="a live buffer"):
-        bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench._dispatch)
+        bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench.dispatch)
 
 
 # What V2 keeps.
@@ -332,7 +341,7 @@ def test_warm_up_gets_no_hook(hook: Hook, mixed_state: type, make_bench: Any) ->
     assert [call.request_id for call in bench.model.log.hooks] == ["a"]
     assert _codes(bench, "a") == mtp_codes(_own(bench, "a", 3))
     assert given.embeds[1] == mtp_embedding(_own(bench, "a", 3))
-    assert not set(FIELDS) & set(bench._live()["_warmup_0_"])
+    assert not set(FIELDS) & set(bench.live()["_warmup_0_"])
 
 
 def test_a_step_of_warm_up_only(mixed_state: type, make_bench: Any) -> None:
@@ -358,11 +367,11 @@ def test_staging_comes_before_all_hooks(mixed_state: type, make_bench: Any) -> N
 def test_hooks_get_string_keys_only(hook: Hook, mixed_state: type, make_bench: Any) -> None:
     bench = make_bench(mixed_state, _PAIR, hook=hook)
     given = _ready(bench, _PAIR)
-    for info in bench._live().values():
+    for info in bench.live().values():
         info[0] = "not for hooks"
-    bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench._dispatch)
+    bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench.dispatch)
     assert [0 in call.info for call in bench.model.log.hooks] == [False, False]
-    assert all(0 in info for info in bench._live().values())
+    assert all(0 in info for info in bench.live().values())
 
 
 def test_static_buffer_is_refreshed(mixed_state: type, make_bench: Any) -> None:
@@ -372,7 +381,7 @@ def test_static_buffer_is_refreshed(mixed_state: type, make_bench: Any) -> None:
     static = bench.runner._static_inputs_embeds
     static.fill_(50)
     bench.model.embed_input_ids = lambda ids, **_: torch.tensor([embedding(int(each)) for each in ids])
-    bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench._dispatch)
+    bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench.dispatch)
     assert given.inputs["inputs_embeds"].data_ptr() == static.data_ptr()
     for call, each in zip(bench.model.log.hooks, _MIXED, strict=True):
         own = [embedding(_own(bench, each.request, each.computed + index)) for index in range(each.span)]
@@ -454,8 +463,8 @@ def test_mrv2_batch_hook_gets_live_prefill_buffers_first(mixed_state: type, make
     assert told["p"]["prepared"]
     assert "prepared" not in told["a"]
     assert [told["p"][name] for name in FIELDS] == [9, 0, True]
-    assert bench._live()["t"]["prepared"]
-    assert [bench._live()["t"][name] for name in FIELDS] == [5, 4, True]
+    assert bench.live()["t"]["prepared"]
+    assert [bench.live()["t"][name] for name in FIELDS] == [5, 4, True]
     bench.model.log.batch_hooks.clear()
     _take(bench, _PAIR)
     assert bench.model.log.batch_hooks == []
@@ -475,7 +484,7 @@ def test_resident_updates_are_stored_as_one_block(mixed_state: type, make_bench:
     returned = [{"mark": {"scalar": torch.tensor(index), "kept": index}, "flat": torch.ones(2)} for index in range(2)]
     bench.model._updates = lambda *_: returned[len(bench.model.log.hooks) - 1]
     _take(bench, _PAIR)
-    live = bench._live()
+    live = bench.live()
     for key in ("a", "b"):
         assert set(live[key]["mark"]) == {"arrived", "scalar", "kept"}
     stored = [live[key]["mark"]["scalar"] for key in ("a", "b")]
@@ -508,11 +517,11 @@ def test_stays_the_released_method(name: str, mixed_state: type, released_state:
 def test_codes_of_mtp_are_owned(mixed_state: type, make_bench: Any) -> None:
     bench = make_bench(mixed_state, _PAIR)
     _take(bench, _PAIR)
-    state, own = bench.runner, bench._live()["a"]["codes"]["audio"].clone()
-    _, codes = state._call_mtp_runner(*(buffer[:1] for buffer in bench._mtp_inputs()))
+    state, own = bench.runner, bench.live()["a"]["codes"]["audio"].clone()
+    _, codes = state._call_mtp_runner(*(buffer[:1] for buffer in bench.mtp_inputs()))
     bench.model.scribble()
     assert int(codes.max()) < 200
-    assert torch.equal(bench._live()["a"]["codes"]["audio"], own)
+    assert torch.equal(bench.live()["a"]["codes"]["audio"], own)
 
 
 # Refusals.
@@ -620,13 +629,13 @@ def test_a_refused_state_is_left_as_it_was(mixed_state: type, released_state: ty
 
     bench = make_bench(type("Mixed", (PhaseStateMixin, Changed), {}), _PAIR)
     given = _ready(bench, _PAIR)
-    before = given.embeds, copy.deepcopy(bench._live())
+    before = given.embeds, copy.deepcopy(bench.live())
     with pytest.raises(UnsupportedRuntimeError, match=r"_run_batched_mtp\(self, rows\) does not take \(mtp_batches"):
-        bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench._dispatch)
+        bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench.dispatch)
     assert bench.model.log.hooks == []
-    assert (given.embeds, bench._live()) == before
+    assert (given.embeds, bench.live()) == before
     with pytest.raises(UnsupportedRuntimeError, match="_run_batched_mtp"):
-        suite.classes_for("mixin", suite.RunnerClasses("changed", Changed))
+        verify.classes_for("mixin", verify.RunnerClasses("changed", Changed))
 
 
 @pytest.mark.parametrize(("mode", "has_preprocess"), [("off", True), ("on", False)])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from examples.out_of_tree_model.toy_talker import ToyTalker, under_test
-from omni_npu_phase.conformance.model_cases import CASES
-from omni_npu_phase.conformance.model_kit import ModelUnderTest
+from omni_npu_phase.conformance.models.cases import CASES
+from omni_npu_phase.conformance.models.subject import ModelUnderTest
 from omni_npu_phase.contract import FIELDS, IS_PREFILL, MTP_INPUTS, NUM_COMPUTED, PROMPT_LEN
 
 

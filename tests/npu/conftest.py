@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from omni_npu_phase.conformance import suite
+from omni_npu_phase.conformance import verify
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 UNUSABLE = 2
@@ -29,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "hardware: only an Ascend NPU can show it")
     asked = config.getoption("--device")
     try:
-        suite.prepare_device(asked or "npu")
-    except suite.NoRuntimeError as error:
+        verify.prepare_device(asked or "npu")
+    except verify.NoRuntimeError as error:
         if asked:
             pytest.exit(f"--device {asked}: {error}", returncode=UNUSABLE)
         return
@@ -74,6 +74,6 @@ def emulated(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def runner() -> suite.RunnerClasses:
+def runner() -> verify.RunnerClasses:
     """vLLM-Omni's own NPU runners, with the mixin."""
-    return suite.classes_for("mixin", suite.load_runner("npu-v1"))
+    return verify.classes_for("mixin", verify.load_runner("npu-v1"))

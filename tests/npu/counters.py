@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from omni_npu_phase.conformance import suite
+from omni_npu_phase.conformance import verify
 
 COLUMNS = ("hook", "updates", "rows", "runner", "host waits", "to host", "to device", "on device", "kernels", "hazards")
 
@@ -18,14 +18,14 @@ COLUMNS = ("hook", "updates", "rows", "runner", "host waits", "to host", "to dev
 def lines() -> Iterator[str]:
     """The table's lines; activates the emulated device, so use it in a process of its own."""
     with contextlib.redirect_stdout(sys.stderr):
-        suite.prepare_device("emulated")
+        verify.prepare_device("emulated")
         import torch
 
         from omni_npu_phase import emulated_ascend
         from tests.npu.test_steps import ROWS, count_step
 
-        released = suite.load_runner("npu-v1")
-        runners = {"released": released, "mixin": suite.classes_for("mixin", released)}
+        released = verify.load_runner("npu-v1")
+        runners = {"released": released, "mixin": verify.classes_for("mixin", released)}
     device = emulated_ascend.active_device()
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|" + " --- |" * len(COLUMNS)

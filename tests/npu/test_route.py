@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from omni_npu_phase.conformance import parity, suite
-from omni_npu_phase.conformance.driver import run_scenario
+from omni_npu_phase.conformance import parity, verify
+from omni_npu_phase.conformance.drive import run_scenario
 from omni_npu_phase.conformance.judge import judge
 from omni_npu_phase.conformance.scenarios import SCENARIOS, Scenario
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
-def test_scenario(scenario: Scenario, runner: suite.RunnerClasses, device: Any) -> None:
+def test_scenario(scenario: Scenario, runner: verify.RunnerClasses, device: Any) -> None:
     cls = runner.of(scenario)
     assert cls is not None
-    runs = [run_scenario(cls, scenario, variant, device) for variant in suite.variants(scenario, "mixin")]
+    runs = [run_scenario(cls, scenario, variant, device) for variant in verify.variants(scenario, "mixin")]
     assert [difference for difference in map(parity.compare, runs) if difference] == []
     judgements = [judgement for run in runs for judgement in judge(run)]
     assert [judgement for judgement in judgements if not judgement.holds] == []
     assert set(scenario.about) <= {judgement.clause for judgement in judgements}
 
 
-def test_the_classes_are_the_released_ones(runner: suite.RunnerClasses) -> None:
+def test_the_classes_are_the_released_ones(runner: verify.RunnerClasses) -> None:
     from vllm_omni.platforms.npu.worker.npu_model_runner import OmniNPUModelRunner
     from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
 

@@ -13,9 +13,11 @@ from omni_npu_phase.bench.steps import Case, Mix, Steps, engineless
 from omni_npu_phase.bench.talker import Talker, Updates
 from omni_npu_phase.buffers.ascend import AscendBufferHelper
 from omni_npu_phase.buffers.staging import PinnedStaging
-from omni_npu_phase.conformance import driver, suite
-from omni_npu_phase.conformance.model import HIDDEN
-from omni_npu_phase.conformance.scenarios import BY_ID, MTP, Hook, row
+from omni_npu_phase.conformance import verify
+from omni_npu_phase.conformance.bench import scheduler_output
+from omni_npu_phase.conformance.drive import run_scenario
+from omni_npu_phase.conformance.recording_model import HIDDEN
+from omni_npu_phase.conformance.scenarios import BY_ID, MTP, Hook, Variant, row
 
 ROWS = (1, 8, 64, 256)
 
@@ -43,7 +45,7 @@ def count_step(
                 steps.place(number if scattered else 0)
                 with emulated.counting() as counting:
                     steps.take()
-    # A wait between the steps would hide what is used too early; the driver makes none.
+    # A wait between the steps would hide what is used too early; the bench makes none.
     assert whole.counts.host_syncs in (0, 3 * counting.counts.host_syncs)
     return counting, steps.runner
 
@@ -88,7 +90,7 @@ def test_transfers_and_waits_do_not_grow_with_rows(
     updates: Updates,
     resident: bool,
     scattered: bool,
-    runner: suite.RunnerClasses,
+    runner: verify.RunnerClasses,
     device: Any,
     emulated: Any,
 ) -> None:
@@ -143,7 +145,7 @@ def test_mutants_of_the_helper_are_caught(
     resident: bool,
     expected: Any,
     caught: str,
-    runner: suite.RunnerClasses,
+    runner: verify.RunnerClasses,
     device: Any,
     emulated: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,7 +159,7 @@ def test_mutants_of_the_helper_are_caught(
 
 def test_the_released_runner_aliases(device: Any, emulated: Any) -> None:
     """It asks `is_cuda` before it copies, which no NPU tensor answers with yes."""
-    released = suite.load_runner("npu-v1").autoregressive
+    released = verify.load_runner("npu-v1").autoregressive
     _, instance = count_step(released, 8, "batched", "toy", False, device, emulated)
     with torch.inference_mode():
         instance.model.codes.zero_()
@@ -166,7 +168,7 @@ def test_the_released_runner_aliases(device: Any, emulated: Any) -> None:
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "host"])
 def test_host_tensors_are_stored_beside_device_tensors(
-    resident: bool, runner: suite.RunnerClasses, device: Any, emulated: Any, monkeypatch: pytest.MonkeyPatch
+    resident: bool, runner: verify.RunnerClasses, device: Any, emulated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes that MTP makes on the host, and a host tensor among a hook's updates, resident or not, as released."""
     made = torch.arange(128).reshape(8, 16)
@@ -184,11 +186,11 @@ def test_host_tensors_are_stored_beside_device_tensors(
     assert counting.counts.d2h == 0
 
 
-def test_what_postprocess_stores_leaves_together(runner: suite.RunnerClasses, device: Any, emulated: Any) -> None:
+def test_what_postprocess_stores_leaves_together(runner: verify.RunnerClasses, device: Any, emulated: Any) -> None:
     _, instance = count_step(runner.autoregressive, 8, "batched", "toy", True, device, emulated)
     instance.model.gpu_resident_buffer_keys = set()
     hidden = torch.arange(8.0 * HIDDEN).reshape(8, HIDDEN).to(device)
-    scheduled = driver._scheduler_output(tuple(row(f"r{n}", 2, 2, 1, MTP) for n in range(8)), reverse=False)
+    scheduled = scheduler_output(tuple(row(f"r{n}", 2, 2, 1, MTP) for n in range(8)))
     torch.npu.synchronize()
     with emulated.counting() as counting, torch.inference_mode():
         instance._process_additional_information_updates(hidden, None, [1] * 8, scheduled)
@@ -198,10 +200,10 @@ def test_what_postprocess_stores_leaves_together(runner: suite.RunnerClasses, de
     assert kept.tolist() == [[float(5 * HIDDEN + column) for column in range(HIDDEN)]]
 
 
-def test_mixed_rows_leave_no_hazard(runner: suite.RunnerClasses, device: Any, emulated: Any) -> None:
+def test_mixed_rows_leave_no_hazard(runner: verify.RunnerClasses, device: Any, emulated: Any) -> None:
     """Scattered decode rows: MTP inputs and results share one index, uploaded from pinned memory."""
     with emulated.counting() as counting:
-        record = driver.run_scenario(runner.autoregressive, BY_ID["mixed"], driver.Variant("batched", True), device)
+        record = run_scenario(runner.autoregressive, BY_ID["mixed"], Variant("batched", True), device)
     assert record.error is None
     assert [placed.shows for placed in record.steps[0].rows].count(MTP) == 3
     assert counting.counts.h2d_async > 0

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from omni_npu_phase.conformance import suite
+from omni_npu_phase.conformance import verify
 
 
 def test_every_clause_that_applies_holds(device: Any) -> None:
     try:
-        state = suite.load_runner("gpu-v2")
-    except suite.NoRuntimeError as error:
+        state = verify.load_runner("gpu-v2")
+    except verify.NoRuntimeError as error:
         pytest.skip(f"this release has no Model Runner V2: {error}")
-    report = suite.verify(state, ("mixin",), device=device.type)
+    report = verify.verify(state, ("mixin",), device=device.type)
     assert {result.id: result.status for result in report.clauses if result.status != "pass"} == {
         "M10": "not_applicable"
     }

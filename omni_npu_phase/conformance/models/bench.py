@@ -15,13 +15,12 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from omni_npu_phase import contract
-from omni_npu_phase.conformance import driver
-from omni_npu_phase.conformance.model_kit import ModelUnderTest
-from omni_npu_phase.conformance.scenarios import DECODE, PREFILL, TAIL, Row, Scenario, Shows, Step, Variant
+from omni_npu_phase.conformance.bench import Bench, Sizes, single_stage
+from omni_npu_phase.conformance.models.subject import ModelUnderTest
+from omni_npu_phase.conformance.scenarios import DECODE, PREFILL, TAIL, Row, Shows, Step, Variant
 from omni_npu_phase.step.mtp import output_key
 from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
 
@@ -54,7 +53,7 @@ def title(row: Row) -> str:
     return f"P={row.prompt} C={row.computed} S={row.span}"
 
 
-class ModelBench(driver._Bench):
+class ModelBench(Bench):
     """A runner of ``cls`` around the model. Every request that :meth:`arrive` names starts from nothing.
 
     ``batched``: whether the model is seen with its batched hook. ``strict``: whether the runner refuses what the
@@ -62,21 +61,20 @@ class ModelBench(driver._Bench):
     """
 
     def __init__(self, subject: ModelUnderTest, cls: type, *, batched: bool = True, strict: bool = False) -> None:
-        self.subject, self.model, self.device = subject, subject.model, torch.device(subject.device)
-        self.scenario = Scenario("model", "a model's own hooks", (), ())
-        self.variant = Variant(
-            "batched", callable(getattr(self.model, "talker_mtp", None)), "strict" if strict else "on"
-        )
-        self.batched = batched and callable(getattr(self.model, BATCHED_HOOK, None))
-        longest = max(len(request.prompt) + len(request.outputs) for request in subject.requests.values())
-        self.max_requests = 16
-        self.max_tokens = longest * len(subject.requests) + 8
-        self.max_len = longest + 8
+        self.subject, model = subject, subject.model
+        self.batched = batched and callable(getattr(model, BATCHED_HOOK, None))
         self.names: dict[str, str] = {}
         self._numbers = count()
-        self.hidden_size, self.dtype = subject.hidden_size, subject.dtype
-        self.runner = self._make_runner(cls)
-        self.hidden = torch.zeros(self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        has_mtp = callable(getattr(model, "talker_mtp", None))
+        longest = max(len(request.prompt) + len(request.outputs) for request in subject.requests.values())
+        sizes = Sizes(
+            tokens=longest * len(subject.requests) + 8,
+            length=longest + 8,
+            hidden=subject.hidden_size,
+            dtype=subject.dtype,
+        )
+        variant = Variant("batched", has_mtp, "strict" if strict else "on")
+        super().__init__(cls, model, variant, torch.device(subject.device), sizes)
 
     def arrive(self, name: str) -> str:
         """The id of a new request like the one of this name."""
@@ -93,30 +91,28 @@ class ModelBench(driver._Bench):
 
     def step(self, *rows: Row) -> list[Seen]:
         """One step of these rows, in this order. Raises whatever the model raises, and ContractError (E5, E5b, E7)."""
-        self._update_requests(rows)
-        offsets = np.cumsum([0, *(row.span for row in rows)]).tolist()
-        self._fill_inputs(rows, offsets)
+        offsets = self.schedule(rows)
         seen: dict[str, Seen] = {}
         errors: list[Exception] = []
-        with torch.inference_mode(), driver._single_stage(), self._watched(rows, seen, errors):
-            outputs = self._preprocess(rows, offsets[-1])
+        with torch.inference_mode(), single_stage(), self._watched(rows, seen, errors):
+            outputs = self.preprocess(rows, offsets[-1])
             for row, start in zip(rows, offsets, strict=False):
                 own = seen[row.request]
                 own.embeds = outputs[1][start : start + row.span].to("cpu", copy=True)
                 key, qualifier = output_key(self.model)
-                own.codes = copy.deepcopy(self._live()[row.request].get(key, {}).get(qualifier))
+                own.codes = copy.deepcopy(self.live()[row.request].get(key, {}).get(qualifier))
                 given = own.own[: row.span]
                 self.hidden[start : start + len(given)].copy_(given)
-            self._postprocess(rows)
+            self.postprocess(rows)
         if errors:
             # The released runner would log what postprocess raises, and go on.
             raise errors[0]
         return [seen[row.request] for row in rows]
 
-    def live(self, request_id: str) -> dict[str, Any]:
+    def stored(self, request_id: str) -> dict[str, Any]:
         """A request's live buffer as it is, without what the runner writes into it."""
         written = (*contract.FIELDS, *self._keywords())
-        return {key: value for key, value in self._live()[request_id].items() if key not in written}
+        return {key: value for key, value in self.live()[request_id].items() if key not in written}
 
     def _keywords(self) -> Sequence[str]:
         from omni_npu_phase.releases import runtime_of
@@ -126,21 +122,21 @@ class ModelBench(driver._Bench):
 
     # The scheduler's side of a row is that of its request.
 
-    def _token(self, row: Row, position: int) -> int:
+    def token(self, row: Row, position: int) -> int:
         request = self.subject.requests[self.names[row.request]]
         tokens = [*request.prompt, *request.outputs]
         return tokens[position] if position < len(tokens) else tokens[-1]
 
-    def _new_info(self, request: str) -> dict[str, Any]:
+    def new_info(self, request: str) -> dict[str, Any]:
         return copy.deepcopy(dict(self.subject.requests[self.names[request]].information))
 
-    def _new_request(self, row: Row) -> dict[str, Any]:
+    def new_request(self, row: Row) -> dict[str, Any]:
         from vllm.sampling_params import SamplingParams
 
         return {
-            "prompt_token_ids": self._prompt(row),
+            "prompt_token_ids": self.prompt(row),
             "prompt_embeds": None,
-            "sampling_params": SamplingParams(temperature=0.0, max_tokens=self.max_len),
+            "sampling_params": SamplingParams(temperature=0.0, max_tokens=self.sizes.length),
             "num_computed_tokens": row.computed,
         }
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omni_npu_phase.conformance import suite
+from omni_npu_phase.conformance import verify
 
 if TYPE_CHECKING:
     import torch
@@ -61,16 +61,16 @@ class ModelUnderTest:
 
 
 def load_model(name: str) -> ModelUnderTest:
-    """What the factory ``MODULE:FACTORY`` returns. Raises :class:`~omni_npu_phase.conformance.suite.NoRuntimeError`."""
+    """What the factory ``MODULE:FACTORY`` returns. Raises :class:`~.verify.NoRuntimeError`."""
     module, separator, attribute = name.partition(":")
     if not separator or not module or not attribute:
-        raise suite.NoRuntimeError(f"a model is MODULE:FACTORY, not {name!r}")
-    factory = suite.load(module, attribute)
+        raise verify.NoRuntimeError(f"a model is MODULE:FACTORY, not {name!r}")
+    factory = verify.load(module, attribute)
     if not callable(factory):
-        raise suite.NoRuntimeError(f"{name} is no function that returns a ModelUnderTest")
-    model = suite.call_factory(factory, name)
+        raise verify.NoRuntimeError(f"{name} is no function that returns a ModelUnderTest")
+    model = verify.call_factory(factory, name)
     if not isinstance(model, ModelUnderTest):
-        raise suite.NoRuntimeError(f"{name} returned {suite.described(model)}, which is no ModelUnderTest")
+        raise verify.NoRuntimeError(f"{name} returned {verify.described(model)}, which is no ModelUnderTest")
     if faults := model.faults():
-        raise suite.NoRuntimeError(f"{name}: {'; '.join(faults)}")
+        raise verify.NoRuntimeError(f"{name}: {'; '.join(faults)}")
     return model

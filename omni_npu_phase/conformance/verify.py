@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suite: every scenario in every variant on a runner, and a verdict for every clause."""
+"""Verification: every scenario in every variant on a runner, and a verdict for every clause."""
 
 from __future__ import annotations
 
@@ -282,13 +282,13 @@ def run_case(classes: RunnerClasses, mode: Mode, scenario: Scenario, variant: Va
         return None
     import torch
 
-    from omni_npu_phase.conformance.driver import DriverError, run_scenario
+    from omni_npu_phase.conformance.drive import SetupError, run_scenario
     from omni_npu_phase.conformance.judge import Judgement, judge
 
     asked = _asked_for(scenario, cls) if mode == "released" else scenario
     try:
         run = run_scenario(cls, asked, variant, torch.device(device))
-    except DriverError as error:
+    except SetupError as error:
         seen = str(error)
         return Case([Judgement(clause, scenario.id, str(variant), seen, undecided=True) for clause in scenario.about])
     difference = parity.compare(run) if mode == "mixin" else None

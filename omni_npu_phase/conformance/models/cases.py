@@ -18,7 +18,7 @@ from omni_npu_phase import contract
 if TYPE_CHECKING:
     import torch
 
-    from omni_npu_phase.conformance.model_bench import ModelBench, Seen
+    from omni_npu_phase.conformance.models.bench import ModelBench, Seen
     from omni_npu_phase.conformance.scenarios import Row
 
 MakeBench: TypeAlias = "Callable[..., ModelBench]"
@@ -238,7 +238,7 @@ def _batched(make: MakeBench, name: str) -> Iterator[str]:
             yield from (f"{names[index]}, {told} than by preprocess" for told in _same_decode(one, other, tolerance))
             if _apart(one.embeds, other.embeds, tolerance):
                 yield f"{names[index]}, {one}: the model forward gets another embedding than by preprocess"
-            stored = (bench.live(requests[bench][index]) for bench in (batched, scalar))
+            stored = (bench.stored(requests[bench][index]) for bench in (batched, scalar))
             if told := _difference(next(stored), next(stored)):
                 yield f"{names[index]}, {one}: {told} from what preprocess stores"
 

@@ -19,6 +19,8 @@ from omni_npu_phase.conformance.scenarios import Behaviour
 HIDDEN = 8
 CODES = 5
 POSITIONS = 4096
+UNTOUCHED = 100.0
+"""What the input embeddings hold before every step, so that a write to a wrong row shows."""
 NEW_IDS = 1 << 20
 """Added to every token id by a model that returns other ids."""
 ARRIVED = "arrived"
@@ -318,6 +320,32 @@ class RecordingModel:
             result = FAULTS[fault](hook, result)
         self.returning()
         return result
+
+
+class StateModel(RecordingModel):
+    """The recording model under the names that V2 has for what a model offers."""
+
+    mtp_output_key = ("codes", "audio")
+    mtp: Callable[..., Any]
+
+    def __init__(self, *args: Any, mtp: bool, **keywords: Any) -> None:
+        super().__init__(*args, mtp=mtp, **keywords)
+        self.mtp_accepts_per_row_generators = self.talker_mtp_accepts_per_row_generators
+        self.mtp_accepts_req_infos = self.talker_mtp_accepts_req_infos
+        if self.behaviour.validity:
+            self.mtp_validity_key = VALIDITY
+        if mtp:
+            self.mtp = self.talker_mtp
+            # V2 must not go by the V1 name.
+            del self.talker_mtp
+
+    def embed_input_ids(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        """What V2 itself writes to a row before its hook, and what nothing else may have written to."""
+        return torch.full((input_ids.shape[0], HIDDEN), UNTOUCHED).to(self.device)
+
+    @staticmethod
+    def get_mtp_seed(sampling_params: Any) -> int | None:
+        return (sampling_params.extra_args or {}).get("tts_local_seed")
 
 
 _HOSTILE = {contract.PROMPT_LEN: 77, contract.NUM_COMPUTED: torch.tensor(88), contract.IS_PREFILL: 1}
