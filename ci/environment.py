@@ -32,6 +32,7 @@ PYTHON_VERSION = "3.11"
 GIB = 1024**3
 FREE_SPACE = 5 * GIB
 HEARTBEAT_SECONDS = 8.0
+ADVICE = "so it is left alone: move it away, or set OMNI_NPU_PHASE_VENV to another folder."
 
 HELP = f"""usage: ci/environment.py
 
@@ -133,6 +134,7 @@ def emulated_variables(*overlays: str) -> dict[str, str]:
 
 
 def _prepare(venv: Path) -> None:
+    _refuse_what_others_made(venv)
     if not _pins_match(venv):
         _make(venv)
     _install_checkout(venv)
@@ -143,11 +145,6 @@ def _prepare(venv: Path) -> None:
 def _make(venv: Path) -> None:
     if sys.platform != "linux":
         raise PreparationError("the pinned packages exist for Linux only; use a Linux machine.")
-    if venv.is_dir() and any(venv.iterdir()) and not (venv / STAMP).exists():
-        raise PreparationError(
-            f"{venv} exists and was not made by this script, so it is left alone.\n"
-            "Move it away, or set OMNI_NPU_PHASE_VENV to another folder."
-        )
     python = _find_python()
     _clear(venv)
     _check_space(venv)
@@ -176,6 +173,8 @@ def _make_overlay(venv: Path, name: str, title: str) -> None:
     if _overlay_is_ready(venv, name):
         return
     folder = _overlay_folder(venv, name)
+    for path in (folder, folder.parent):
+        _refuse_link(path)
     shutil.rmtree(folder, ignore_errors=True)
     # vLLM-Ascend comes as source, and is built as pure Python: its kernels need a compiler for NPUs.
     settings = {
@@ -197,6 +196,19 @@ def _install_checkout(venv: Path) -> None:
 
 
 # What is there already
+
+
+def _refuse_what_others_made(venv: Path) -> None:
+    _refuse_link(venv)
+    is_empty_folder = venv.is_dir() and not any(venv.iterdir())
+    if venv.exists() and not is_empty_folder and not (venv / STAMP).exists():
+        raise PreparationError(f"{venv} was not made by this script, {ADVICE}")
+
+
+def _refuse_link(path: Path) -> None:
+    # Making an environment empties its folder first, and that of a link is somebody else's.
+    if path.is_symlink():
+        raise PreparationError(f"{path} is a link, {ADVICE}")
 
 
 def _overlay_folder(venv: Path, name: str) -> Path:

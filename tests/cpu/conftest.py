@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,35 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # A busy machine must not fail a test by its time.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` a file's tests run in one process; so do files that say they share an engine.
+
+    The latter come first, since they take longest: two processes then end at about the same time.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Coverage rests while a test marked ``no_cover`` runs, and goes on whatever becomes of the test."""
+    measuring = None
+    if item.get_closest_marker("no_cover"):
+        from coverage import Coverage
+
+        measuring = Coverage.current()
+    if measuring is None:
+        return (yield)
+    measuring.stop()
+    try:
+        return (yield)
+    finally:
+        measuring.start()
 
 
 @pytest.fixture(autouse=True)
