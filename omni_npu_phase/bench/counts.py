@@ -5,29 +5,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from omni_npu_phase.bench.steps import Case, Steps, engineless
-
-_VIEWS = frozenset(
-    (
-        *("alias", "as_strided", "detach", "expand", "lift_fresh", "narrow", "permute", "select", "slice", "split"),
-        *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view"),
-        "_reshape_alias",
-    )
-)
-"""Operators that only describe memory; on a device none of them is a launch."""
+from omni_npu_phase.bench.steps import Case, Steps, around_hooks, engineless
+from omni_npu_phase.contract import MTP_INPUTS
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators run while it is entered, by name.
 
-    ``views`` describe memory only; ``work`` are all others: copies, indexing, allocation. ``allocated`` counts the
-    tensors in memory of their own that they gave, one for each operator that did not write into a tensor it was given.
+    ``views`` gave the memory they were handed, and on a device none of them is a launch; ``work`` are all others,
+    values read to the host among them. ``allocated`` counts those that gave memory of their own.
     """
 
     def __init__(self) -> None:
@@ -50,47 +44,63 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if not self._paused:
             name = func.overloadpacket.__name__
-            if name in _VIEWS:
+            written = name.endswith("_") or "out" in (kwargs or {})
+            given = _memory(result)
+            if given and given <= _memory(args) and not written:
                 self.views[name] += 1
             else:
                 self.work[name] += 1
-                self.allocated += not (name.endswith("_") or "out" in (kwargs or {}))
+                self.allocated += bool(given) and not written
         return result
 
 
-@contextlib.contextmanager
-def without_hooks(model: Any, operations: Operations) -> Iterator[None]:
-    """Leave what a model does itself out of the count."""
-    names = [name for name in ("preprocess", "preprocess_decode_batch", "talker_mtp") if hasattr(model, name)]
-    before = {name: vars(model).get(name) for name in names}
+def _memory(values: Any) -> set[int]:
+    """The storages of all tensors in it."""
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
-    def uncounted(function: Any) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """One step: what the runner had run, and the tensors among the updates that hooks returned to it."""
+
+    operations: Operations
+    updates: int
+
+
+def count_step(cls: type, case: Case) -> Counts:
+    """Count one step on the CPU, after two that were alike."""
+    with engineless():
+        steps = Steps(cls, case, torch.device("cpu"))
+        for _ in range(2):
+            steps.take()
+            steps.finish()
+        return count(steps)
+
+
+def count(steps: Steps) -> Counts:
+    """Take the next step, and count it."""
+    operations, updates = Operations(), 0
+
+    def uncounted(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:
+            nonlocal updates
             with operations.paused():
-                return function(*args, **keywords)
+                result = hook(*args, **keywords)
+            # MTP's result ends in its codes, that of the hook for a whole step is None.
+            if isinstance(result, tuple) and not isinstance(result[-1], torch.Tensor):
+                updates += _tensors(result[-1])
+            return result
 
         return call
 
-    for name in names:
-        setattr(model, name, uncounted(getattr(model, name)))
-    try:
-        yield
-    finally:
-        for name, own in before.items():
-            delattr(model, name) if own is None else setattr(model, name, own)
+    with around_hooks(steps.model, uncounted), operations:
+        steps.take()
+    return Counts(operations, updates)
 
 
-def count_step(cls: type, case: Case) -> Operations:
-    """The operations of one step on the CPU, after two that were alike."""
-    operations = Operations()
-    with engineless():
-        steps = Steps(cls, case, torch.device("cpu"))
-        # Bound when the runner is made.
-        steps.runner.talker_mtp = lambda *inputs, **keywords: steps.model.talker_mtp(*inputs, **keywords)
-        for _ in range(2):
-            steps.prepare()
-            steps.take()
-        steps.prepare()
-        with without_hooks(steps.model, operations), operations:
-            steps.take()
-    return operations
+def _tensors(updates: Any) -> int:
+    if isinstance(updates, dict):
+        return sum(_tensors(value) for key, value in updates.items() if key != MTP_INPUTS)
+    if isinstance(updates, list):
+        return sum(map(_tensors, updates))
+    return int(isinstance(updates, torch.Tensor))

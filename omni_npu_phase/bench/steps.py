@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same step of a runner, again and again, on the conformance bench: vLLM's own input batch, no engine."""
+"""Steps of a runner, one after the other and without an engine: its requests have read their prompts, and decode.
+
+Everything a step leaves behind is there for the next one. Between two steps the driver does what an engine does:
+the scheduler's side of the step, and what follows the model forward, whose hidden states are the same in every step.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from omni_npu_phase.bench.talker import Talker, Updates
+from omni_npu_phase.bench import models
+from omni_npu_phase.bench.models import Updates
 from omni_npu_phase.conformance.bench import Bench, Sizes, scheduler_output, single_stage
-from omni_npu_phase.conformance.scenarios import MTP, PREFILL, Hook, Row, Step, Variant, row, step
+from omni_npu_phase.conformance.scenarios import MTP, PREFILL, Hook, Row, Step, Variant, row
 
 Mix = Literal["decode", "mixed"]
 CHUNK = 512
 """Tokens of the prompt chunk in a mixed step."""
+_LAP = {"decode": 48, "mixed": 6}
+"""Steps until every request is put back to where its prompt ended, before its text or the long prompt ends."""
+_HOOKS = ("preprocess_batch", "preprocess", "preprocess_decode_batch", "talker_mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,62 +45,99 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     chunk: int = CHUNK
 
-    @property
-    def decodes(self) -> int:
-        return self.rows - (self.mix == "mixed")
-
-    def placed(self, number: int = 0) -> Step:
-        """Its rows in batch order; with another ``number`` the chunk is longer, and offsets behind it are others."""
-        rows = [row(f"r{index}", 2, 2 + index % 3, 1, MTP) for index in range(self.decodes)]
-        if self.mix == "mixed":
-            rows.insert(self.rows // 2, row("prompt", 4 * CHUNK, 0, self.chunk + number, PREFILL))
-        return step(*rows)
+    def talker(self, device: torch.device) -> models.Talker:
+        """Its model, ready to be called."""
+        return models.talker(self.updates, self.hidden, self.hook, self.resident, self.dtype, device)
 
 
 class Steps(Bench):
-    """A runner of ``cls`` that takes steps of a case."""
+    """A runner of ``cls`` with a case's requests, before a step: :meth:`take` it, :meth:`finish` it, and so on."""
 
-    def __init__(self, cls: type, case: Case, device: torch.device, kinds: int = 1) -> None:
-        self._placed = tuple(case.placed(number) for number in range(kinds))
-        longest = max(each.span for rows in self._placed for each in rows)
-        before = case.rows // 2 if case.mix == "mixed" else case.decodes
-        model = Talker(
-            [run for run in (before, case.decodes - before) if run],
-            case.hidden,
-            case.hook,
-            case.updates,
-            device,
-            chunk=longest if case.mix == "mixed" else 0,
-            resident=case.resident,
-            dtype=case.dtype,
-        )
-        sizes = Sizes.of(self._placed, case.hidden, case.dtype)
-        super().__init__(cls, model, Variant(case.hook, True), device, sizes)
-        self.schedule(self._placed[0])
-        self.place(0)
+    def __init__(self, cls: type, case: Case, device: torch.device, talker: models.Talker | None = None) -> None:
+        self.case, self.talker = case, talker or case.talker(device)
+        prompts = self._prompts()
+        sizes = Sizes.of((prompts, self._rows(_LAP[case.mix])), case.hidden, case.dtype)
+        super().__init__(cls, self.talker.model, Variant(case.hook, True), device, sizes)
+        # Looked up in each call, so that who stands around the hooks stands around this too.
+        self.runner.talker_mtp = lambda *inputs, **keywords: self.model.talker_mtp(*inputs, **keywords)
+        self.hidden.normal_()
+        self._place(prompts)
+        self.take()
+        self._leave()
+        self._after_prompts = copy.deepcopy(self.runner.model_intermediate_buffer)
+        self._number = 0
+        self._prepare()
 
-    def token(self, row: Row, position: int) -> int:
-        """Any token: the model goes by none."""
-        return 1 + position
+    def _prompts(self) -> Step:
+        """Every short prompt as a whole, and the long one's first chunk."""
+        length = self.talker.short.length
+        return self._with_chunk([row(f"r{n}", length, 0, length, PREFILL) for n in range(self._decodes)], 0)
 
-    def place(self, number: int) -> None:
-        """Take the rows of a step of this kind next: the same requests at other offsets. Copies nothing."""
-        rows = self._placed[number]
-        starts = _starts(rows)
-        self.runner.query_start_loc.np[: len(starts)] = starts
-        self._scheduled, self._tokens = scheduler_output(rows), starts[-1]
+    def _rows(self, number: int) -> Step:
+        """The step of this number in a lap, from 1 on, in batch order."""
+        length = self.talker.short.length
+        decodes = [row(f"r{n}", length, length + number - 1, 1, MTP) for n in range(self._decodes)]
+        return self._with_chunk(decodes, number)
 
-    def prepare(self) -> None:
-        """Let the model make what its hooks return in the next step."""
-        self.model.begin_step()
+    def _with_chunk(self, rows: list[Row], number: int) -> Step:
+        if self.case.mix == "mixed":
+            size = self.case.chunk
+            rows.insert(len(rows) // 2, row("prompt", self.talker.long.length, number * size, size, PREFILL))
+        return tuple(rows)
+
+    @property
+    def _decodes(self) -> int:
+        return self.case.rows - (self.case.mix == "mixed")
+
+    def _place(self, rows: Step) -> None:
+        self._placed, self._tokens, self._scheduled = rows, self.schedule(rows)[-1], scheduler_output(rows)
 
     def take(self) -> None:
-        """One step up to the model forward."""
+        """The step up to the model forward, which is what is measured."""
         self.runner._preprocess(self._scheduled, self._tokens)
 
+    def finish(self) -> None:
+        """All that lies between two steps."""
+        self._leave()
+        self._prepare()
 
-def _starts(rows: Step) -> list[int]:
-    return [0, *itertools.accumulate(each.span for each in rows)]
+    def _leave(self) -> None:
+        """What follows the model forward: the model's outputs, and its postprocess hook."""
+        if hasattr(self.model, "make_omni_output"):
+            infos = self.runner._gather_runtime_additional_information()
+            self.model.make_omni_output(self.hidden[: self._tokens], model_intermediate_buffer=infos)
+        self.postprocess(self._placed)
+
+    def _prepare(self) -> None:
+        """The scheduler's side of the next step."""
+        if self._number == _LAP[self.case.mix]:
+            self._number = 0
+            self.runner.model_intermediate_buffer = copy.deepcopy(self._after_prompts)
+        self._number += 1
+        self._place(self._rows(self._number))
+
+    # What requests are made of.
+
+    def token(self, row: Row, position: int) -> int:
+        return 7
+
+    def new_info(self, request: str) -> dict[str, Any]:
+        prompt = self.talker.long if request == "prompt" else self.talker.short
+        return copy.deepcopy(dict(prompt.information))
+
+
+@contextlib.contextmanager
+def around_hooks(model: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Have ``around`` stand around every hook of a model, and around its talker MTP."""
+    own = {name: vars(model)[name] for name in _HOOKS if name in vars(model)}
+    hooks = {name: hook for name in _HOOKS if callable(hook := getattr(model, name, None))}
+    for name, hook in hooks.items():
+        setattr(model, name, around(hook))
+    try:
+        yield
+    finally:
+        for name in hooks:
+            setattr(model, name, own[name]) if name in own else delattr(model, name)
 
 
 @contextlib.contextmanager

@@ -2,23 +2,28 @@
 """How long a step keeps the host busy: the released runner and the mixin in turns, in one process and one thread.
 
 Times are processor time of the thread, in microseconds: on a busy machine it is what a quiet one would need, and on the
-CPU, where device work is host work, it includes the copies. What hooks and MTP return is made before a step begins.
+CPU, where device work is host work, it includes the copies. What hooks and MTP take is measured in each call, and taken
+out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import cProfile
 import gc
+import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import thread_time_ns
 from typing import Any
 
 import numpy as np
 import torch
 
-from omni_npu_phase.bench.counts import count_step
-from omni_npu_phase.bench.steps import Case, Steps, engineless
+from omni_npu_phase.bench.counts import count
+from omni_npu_phase.bench.steps import Case, Steps, around_hooks, engineless
 
 _WARM_UP = 5
 _SECONDS_PER_CASE = 1.5
@@ -61,25 +66,81 @@ class Fit:
     row_us: float
 
 
-def measure(released: type, mixed: type, case: Case) -> Result:
-    """Time one case on both runners in turns, and count its operations."""
+class HookClock:
+    """Processor time that this thread spends in hooks and MTP, to be taken out of a step's."""
+
+    def __init__(self) -> None:
+        self.reset()
+        self._own_ns = self._own()
+
+    def reset(self) -> None:
+        self._spent_ns, self._calls = 0, 0
+
+    @property
+    def ns(self) -> float:
+        """What hooks cost since the last reset, with what the clock itself adds to a call outside of what it reads."""
+        return self._spent_ns + self._calls * self._own_ns
+
+    def around(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **keywords: Any) -> Any:
+            began = thread_time_ns()
+            result = hook(*args, **keywords)
+            self._spent_ns += thread_time_ns() - began
+            self._calls += 1
+            return result
+
+        return call
+
+    def _own(self) -> float:
+        def empty(*args: Any, **keywords: Any) -> None:
+            pass
+
+        def spent(hook: Callable[..., Any]) -> int:
+            self.reset()
+            began = thread_time_ns()
+            for _ in range(1000):
+                hook(0, **keywords)
+            return thread_time_ns() - began - self._spent_ns
+
+        keywords = dict.fromkeys("abcdefghijkl")
+        watched = self.around(empty)
+        return max(0.0, statistics.median(spent(watched) - spent(empty) for _ in range(9)) / 1000)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """One thread for operators, and no look at what lives as long as the process, as in engines."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
-    # As engines do: what lives as long as the process is not looked at again.
     gc.freeze()
     try:
-        with engineless():
-            runners = [Steps(cls, case, torch.device("cpu")) for cls in (released, mixed)]
-            for _ in range(_WARM_UP):
-                spent = _in_turns(runners, first=0)
-            repeats = int(min(max(_SECONDS_PER_CASE * 1e6 / sum(spent), _FEWEST), _MOST))
-            times = [_in_turns(runners, first=turn % 2) for turn in range(repeats)]
+        yield
     finally:
         gc.unfreeze()
         torch.set_num_threads(threads)
-    theirs, ours = zip(*times, strict=True)
-    ratios = [one / other for one, other in times]
+
+
+def measure(released: type, mixed: type, case: Case) -> Result:
+    """Time one case on both runners, step by step and in an order drawn anew each time, and count its operations."""
+    device, clock, draw = torch.device("cpu"), HookClock(), random.Random(7)
+    with engineless():
+        talker = case.talker(device)
+        with around_hooks(talker.model, clock.around), _quiet():
+            sides = [Steps(cls, case, device, talker) for cls in (released, mixed)]
+
+            def both() -> dict[Steps, float]:
+                # Whoever comes last looks several percent faster.
+                return {side: _take(side, clock) for side in draw.sample(sides, 2)}
+
+            began = thread_time_ns()
+            for _ in range(_WARM_UP):
+                both()
+            whole = (thread_time_ns() - began) / _WARM_UP / 1e9
+            times = [both() for _ in range(int(min(max(_SECONDS_PER_CASE / whole, _FEWEST), _MOST)))]
+        operations = [count(side).operations.work.total() for side in sides]
+    theirs, ours = ([each[side] for each in times] for side in sides)
+    ratios = [one / other for one, other in zip(theirs, ours, strict=True)]
     low, *_, high = statistics.quantiles(ratios, n=10)
     return Result(
         rows=case.rows,
@@ -92,24 +153,34 @@ def measure(released: type, mixed: type, case: Case) -> Result:
         ratio=round(statistics.median(theirs) / statistics.median(ours), 2),
         ratio_min=round(low, 2),
         ratio_max=round(high, 2),
-        operations=count_step(mixed, case).work.total(),
-        released_operations=count_step(released, case).work.total(),
+        operations=operations[1],
+        released_operations=operations[0],
     )
 
 
-def _in_turns(runners: Sequence[Steps], first: int) -> list[float]:
-    """A step of each of two runners. Whoever came last looked a few percent faster, so the order changes."""
-    spent = [0.0, 0.0]
-    for index in (first, 1 - first):
-        spent[index] = _take(runners[index])
-    return spent
+def profile(cls: type, case: Case, steps: int, into: Path) -> list[float]:
+    """Microseconds of so many steps of one runner; then as many under cProfile, whose statistics go to a file."""
+    device, clock, profiler = torch.device("cpu"), HookClock(), cProfile.Profile()
+    with engineless():
+        talker = case.talker(device)
+        with around_hooks(talker.model, clock.around), _quiet():
+            runner = Steps(cls, case, device, talker)
+            times = [_take(runner, clock) for _ in range(_WARM_UP + steps)][_WARM_UP:]
+            for _ in range(steps):
+                profiler.runcall(runner.take)
+                runner.finish()
+    profiler.dump_stats(into)
+    return times
 
 
-def _take(steps: Steps) -> float:
-    steps.prepare()
+def _take(steps: Steps, clock: HookClock) -> float:
+    """Microseconds of one step, hooks left out."""
+    clock.reset()
     began = thread_time_ns()
     steps.take()
-    return (thread_time_ns() - began) / 1000
+    spent = thread_time_ns() - began - clock.ns
+    steps.finish()
+    return spent / 1000
 
 
 def fit(results: Sequence[Result], of: Callable[[Result], float]) -> Fit | None:

@@ -16,8 +16,9 @@ from rich.table import Table
 from omni_npu_phase.commands import console
 
 EPILOG = "Exit status: 0 measured; 2 it could not be, with the reason. No time fails it."
-ROWS = (1, 8, 32, 64, 128, 256)
-MIXED_ROWS = 64
+ROWS = (1, 64, 256)
+MIXED_ROWS = 65
+PROFILED_STEPS = 200
 _HEADERS = ("hook", "mix", "updates", "rows", "released us", "mixin us", "ratio", "spread", "operations")
 
 
@@ -32,15 +33,17 @@ class MixOption(str, Enum):
 
 
 class UpdatesOption(str, Enum):
+    qwen3_tts = "qwen3-tts"
+    moss_tts = "moss-tts"
+    personaplex = "personaplex"
     toy = "toy"
-    talker = "talker"
 
 
 def bench(
     rows: Annotated[
         list[int] | None,
         typer.Option(
-            metavar="N", min=1, max=4096, help="Requests in a step; may be repeated. 1 to 256; in mixed steps 64."
+            metavar="N", min=1, max=4096, help="Requests in a step; may be repeated. 1, 64 and 256; in mixed steps 65."
         ),
     ] = None,
     hidden: Annotated[int, typer.Option(metavar="N", min=1, max=16384, help="Width of an embedding.")] = 2048,
@@ -51,15 +54,21 @@ def bench(
     ] = None,
     updates: Annotated[
         list[UpdatesOption] | None,
-        typer.Option(help="What hooks store: nothing, or what the installed Qwen3-TTS does. Both when left out."),
+        typer.Option(help="Whose hooks: those of a talker of vLLM-Omni, or a toy's. May be repeated; all of them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against rows, as PNG or SVG.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Time one case on the mixin alone, and write cProfile's statistics of as many steps."
+        ),
+    ] = None,
 ) -> None:
     """Time steps of the installed runner, as released and with the mixin, in turns and in one process.
 
-    The runners are real, on vLLM's own input batch and buffers on the CPU; hooks and MTP hand out what was made before.
-    Times are processor time of one thread.
+    The runners are real, on vLLM's own input batch and buffers on the CPU, and so are the hooks; weights are invented,
+    and MTP is a stand-in. Times are processor time of one thread, that of hooks and MTP left out.
     """
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         console.stop(f"--plot {plot}: a name that ends in .png or .svg")
@@ -67,7 +76,8 @@ def bench(
         console.stop(f"--plot {plot}: no such folder")
     if MixOption.mixed in (mix or ()) and min(rows or (MIXED_ROWS,)) < 2:
         console.stop("--rows: a mixed step has at least 2 rows, one of them the prompt chunk")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for name in ("VLLM_LOGGING_LEVEL", "TRANSFORMERS_VERBOSITY"):
+        os.environ.setdefault(name, "error" if name.startswith("T") else "ERROR")
     from omni_npu_phase.conformance import verify
 
     try:
@@ -75,25 +85,37 @@ def bench(
         mixed = verify.classes_for("mixin", released)
     except (verify.NoRuntimeError, RuntimeError) as error:
         console.stop(str(error))
+    from omni_npu_phase.bench import models, timing
     from omni_npu_phase.bench.steps import Case
-    from omni_npu_phase.bench.timing import measure
 
     if plot is not None:
         try:
             from omni_npu_phase.bench import picture
         except ImportError as error:
             console.stop(f"--plot needs {error.name}; pip install 'omni-npu-phase[speech]'")
+    known = models.available()
+    for each in updates or ():
+        if each.value not in known:
+            console.stop(f"--updates {each.value}: the installed vLLM-Omni has no such model")
     cases = [
         Case(count, hidden, own_hook.value, own_mix.value, own_updates.value)
-        for own_hook, own_mix, own_updates in product(hook or HookOption, mix or MixOption, updates or UpdatesOption)
+        for own_updates, own_hook, own_mix in product(updates or UpdatesOption, hook or HookOption, mix or MixOption)
+        if own_updates.value in known and own_hook.value in models.HOOKS[own_updates.value]
         for count in sorted(set(rows or (ROWS if own_mix is MixOption.decode else (MIXED_ROWS,))))
         if own_mix is MixOption.decode or count > 1
     ]
+    if profile is not None:
+        if len(cases) != 1:
+            console.stop(f"--profile: one case, not {len(cases)}; name it by --rows, --hook, --mix and --updates")
+        times = sorted(timing.profile(mixed.autoregressive, cases[0], PROFILED_STEPS, profile))
+        low, median, high = (times[len(times) * tenth // 10] for tenth in (1, 5, 9))
+        console.write_text(f"{median:.0f} us a step ({low:.0f} to {high:.0f}), hooks and MTP left out\n", None)
+        return
     results = []
     with console.progress() as say:
         for number, case in enumerate(cases, 1):
-            say(f"{number} of {len(cases)}: {case.hook} hook, {case.mix}, {case.updates} updates, {case.rows} rows")
-            results.append(measure(released.autoregressive, mixed.autoregressive, case))
+            say(f"{number} of {len(cases)}: {case.hook} hook, {case.mix}, {case.updates}, {case.rows} rows")
+            results.append(timing.measure(released.autoregressive, mixed.autoregressive, case))
     if plot is not None:
         console.write_whole(plot, lambda part: picture.draw(results, part))
     runtime = verify.describe_runtime(mixed, "cpu")
