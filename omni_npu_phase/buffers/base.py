@@ -57,25 +57,15 @@ class BufferHelper:
         ``source`` may be the destination, or overlap it in any way (E8).
         """
         if not _same_memory(source, dest):
-            self._write(dest, source.clone() if _shares_storage(source, dest) else source)
+            self._write(dest, source.clone() if shares_storage(source, dest) else source)
 
     def _write(self, dest: torch.Tensor, source: torch.Tensor) -> None:
         dest.copy_(source, non_blocking=True)
 
-    def copy_all(self, dests: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """The same for several tensors, each of the shape of its destination; one source may be another's destination
-        and is read then as it was written."""
+    def copy_all(self, dests: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """The same for several tensors. No source may overlap a destination."""
         for dest, source in zip(dests, sources, strict=True):
-            self.copy(dest, source)
-
-    def take(self, source: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
-        """Copy ``source[rows]`` into ``out``, which has as many rows; casts to its dtype. Must not overlap."""
-        if isinstance(rows, slice):
-            out.copy_(source[rows])
-        elif source.dtype == out.dtype:
-            torch.index_select(source, 0, rows, out=out)
-        else:
-            out.copy_(source.index_select(0, rows))
+            self._write(dest, source)
 
     def put(self, dest: torch.Tensor, rows: Rows, source: torch.Tensor) -> None:
         """Copy ``source`` to ``dest[rows]`` in place, cast to the buffer's dtype.
@@ -87,7 +77,7 @@ class BufferHelper:
             self.copy(dest[rows], source)
         else:
             # index_copy_ refuses another dtype and reads its source while it writes.
-            source = source.clone() if _shares_storage(source, dest) else source
+            source = source.clone() if shares_storage(source, dest) else source
             dest.index_copy_(0, rows, source if source.dtype == dest.dtype else source.to(dest.dtype))
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +135,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
 
 
-def _shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.device == b.device and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 

@@ -32,8 +32,8 @@ class CpuBufferHelper(BufferHelper):
         staged[:] = values
         return torch.from_numpy(staged)
 
-    def copy_all(self, dests: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_(list(dests), list(sources))
+    def copy_all(self, dests: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(dests, sources)
 
     def fetch(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(blocks)

@@ -92,6 +92,8 @@ class LiveBuffers:
         Raises :class:`~omni_npu_phase.contract.ContractError` (E9) for one that is no dictionary.
         """
         live = self._runner.model_intermediate_buffer
+        if len(request_ids) == 1 and type(info := live.get(request_ids[0])) is dict:
+            return [info]
         infos = list(map(live.get, request_ids))
         if set(map(type, infos)) != _ALL_DICTIONARIES:
             for row, request_id in enumerate(request_ids):
@@ -111,24 +113,27 @@ class LiveBuffers:
         :class:`~omni_npu_phase.contract.ContractError` (E9) for a group that is no dictionary; nothing is written then.
         """
         infos = self.of(request_ids)
-        merged = []
         for request_id, info, update in zip(request_ids, infos, updates, strict=True):
             for key, value in update.items():
                 if isinstance(value, dict):
-                    merged.append((self._group(request_id, info, key), key, value))
+                    self._group(request_id, info, key)
+        resident = self._resident
+        columns: dict[Key, list[tuple[Any, Any]]] | None = {} if len(infos) > 1 else None
+        for info, update in zip(infos, updates, strict=True):
+            for key, value in update.items():
+                if isinstance(value, dict):
+                    group = info[key]
+                    for name, inner in value.items():
+                        if type(inner) in _PLAIN:
+                            group[name] = inner
+                        elif columns is None:
+                            self._place(group, name, inner, (key, name) in resident)
+                        else:
+                            columns.setdefault((key, name), []).append((group, inner))
                 elif key not in _NEVER_STORED:
-                    merged.append((info, None, {key: value}))
-        columns: dict[Key, list[tuple[Any, Any]]] = {}
-        for container, key, values in merged:
-            for name, value in values.items():
-                if type(value) in _PLAIN:
-                    container[name] = value
-                else:
-                    columns.setdefault((key, name), []).append((container, value))
-        if columns:
-            resident = self._resident
-            for column_key, column in columns.items():
-                self._place(column, column_key[1], column_key in resident)
+                    self._place(info, key, value, False)
+        for column_key, column in columns.items() if columns else ():
+            self._place_column(column, column_key[1], column_key in resident)
         self._mirror(request_ids, infos)
 
     def store_codes(self, request_ids: Sequence[str], key: Key, codes: Any, marks: Mapping[Key, torch.Tensor]) -> None:
@@ -148,7 +153,7 @@ class LiveBuffers:
             self._put(owned, rows, groups, key[1], key in resident)
         else:
             for row, group in enumerate(groups):
-                self._place([(group, codes[row : row + 1])], key[1], key in resident)
+                self._place(group, key[1], codes[row : row + 1], key in resident)
         for (mark_key, mark), mark_groups in zip(marks.items(), marked, strict=True):
             self._put(mark, mark.unbind(), mark_groups, mark_key[1], key in resident or mark_key in resident)
         self._mirror(request_ids, infos)
@@ -184,22 +189,28 @@ class LiveBuffers:
         for request_id, info in zip(request_ids, infos, strict=True):
             requests[request_id].additional_information_cpu = info
 
-    def _place(self, column: Sequence[tuple[Any, Any]], name: Any, resident: bool) -> None:
+    def _place(self, container: Any, name: Any, value: Any, resident: bool) -> None:
+        """Put a value under ``name`` of a container, owned."""
+        if isinstance(value, torch.Tensor):
+            container[name] = owned = self._helper.snapshot(value)
+            if not self._helper.is_host and self._leaves(owned, resident):
+                self._writes.leaving.append(_Leaving(owned, (owned,), (container,), name))
+        elif isinstance(value, list):
+            container[name] = items = list(value)
+            for index, item in enumerate(items):
+                self._place(items, index, item if isinstance(item, torch.Tensor) else self._owned(item), False)
+        else:
+            container[name] = self._owned(value)
+
+    def _place_column(self, column: Sequence[tuple[Any, Any]], name: Any, resident: bool) -> None:
         """Put a value of each container under ``name`` of it, owned."""
-        if len(column) > 1 and (block := self._stacked([value for _, value in column])) is not None:
-            self._put(block, block.unbind(), [container for container, _ in column], name, resident)
-            return
-        for container, value in column:
-            if isinstance(value, torch.Tensor):
-                container[name] = owned = self._helper.snapshot(value)
-                if self._leaves(owned, resident):
-                    self._writes.leaving.append(_Leaving(owned, (owned,), (container,), name))
-            elif isinstance(value, list):
-                container[name] = items = list(value)
-                for index, item in enumerate(items):
-                    self._place([(items, item if isinstance(item, torch.Tensor) else self._owned(item))], index, False)
-            else:
-                container[name] = self._owned(value)
+        containers, values = zip(*column, strict=True)
+        block = self._stacked(values)
+        if block is not None:
+            self._put(block, block.unbind(), containers, name, resident)
+        else:
+            for container, value in column:
+                self._place(container, name, value, resident)
 
     def _put(
         self, block: torch.Tensor, parts: Sequence[torch.Tensor], containers: Sequence[Any], name: Any, resident: bool

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.buffers.base import BufferHelper, shares_storage
 from omni_npu_phase.releases import Runtime
 from omni_npu_phase.step import results
 from omni_npu_phase.step.live import LiveBuffers
@@ -49,17 +50,19 @@ class TalkerMtp:
             self._inputs, self._rows = inputs, []
         return self._inputs
 
-    def fill(self, helper: BufferHelper, position: int, count: int, parts: Sequence[torch.Tensor]) -> None:
-        """Copy embeddings, hidden states and text step, shape (count, hidden) each, to rows from ``position`` on."""
+    def fill(self, helper: BufferHelper, position: int, count: int, parts: list[torch.Tensor]) -> None:
+        """Copy token ids, shape (count,), and embeddings, hidden states and text step, shape (count, hidden) each, to
+        rows from ``position`` on. They may be rows of the input buffers themselves."""
         if count == 1:
             # A slice costs as much as its copy: those of single rows are kept.
             while len(self._rows) <= position:
                 row = len(self._rows)
-                self._rows.append([buffer[row : row + 1] for buffer in self._inputs[1:]])
+                self._rows.append([buffer[row : row + 1] for buffer in self._inputs])
             helper.copy_all(self._rows[position], parts)
         else:
-            for buffer, part in zip(self._inputs[1:], parts, strict=True):
-                helper.copy(buffer[position : position + count], part)
+            # Rows of a buffer may be written over while they are read further on.
+            apart = [part.clone() if any(map(partial(shares_storage, part), self._inputs)) else part for part in parts]
+            helper.copy_all([buffer[position : position + count] for buffer in self._inputs], apart)
 
     def run(self, call: Call, offsets: Sequence[int], helper: BufferHelper) -> None:
         """Run MTP for the first ``len(offsets)`` rows of the input buffers, one per request of ``call``.

@@ -130,9 +130,18 @@ class Port(ABC):
 
     @abstractmethod
     def fill_mtp(
-        self, position: int, where: Rows, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor
+        self,
+        position: int,
+        where: Rows,
+        ids: torch.Tensor | None,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        text_step: torch.Tensor,
     ) -> None:
-        """Put rows into the MTP batch, from ``position`` on (T1); their embeddings may wait for MTP's own (T4)."""
+        """Put rows into the MTP batch, from ``position`` on (T1); their embeddings may wait for MTP's own (T4).
+
+        ``ids`` is None where the step's own buffer has them.
+        """
 
     @abstractmethod
     def run_mtp(self, rows: Sequence[int]) -> None:

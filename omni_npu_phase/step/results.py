@@ -53,11 +53,13 @@ class Call:
     deviations: Deviations
     index: Mapping[str, int] | None = None
     width: int = field(init=False)
-    _like: tuple[Any, Any, Any] = field(init=False)
+    kind: Any = field(init=False)
+    dtype: Any = field(init=False)
+    device: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.width = self.embeds.shape[-1]
-        self._like = type(self.embeds), self.embeds.dtype, self.embeds.device
+        self.kind, self.dtype, self.device = type(self.embeds), self.embeds.dtype, self.embeds.device
 
     @property
     def requests(self) -> list[str]:
@@ -74,8 +76,12 @@ class Call:
 
     def fits(self, value: Any, shape: tuple[int, ...]) -> bool:
         """Whether a value is a tensor like the step's buffer, of this shape: nothing more need be asked of it."""
-        kind, dtype, device = self._like
-        return type(value) is kind and value.shape == shape and value.dtype is dtype and value.device == device
+        return (
+            type(value) is self.kind
+            and value.shape == shape
+            and value.dtype is self.dtype
+            and value.device == self.device
+        )
 
     def unpack(self, clause: str, raw: Any, *names: str) -> Sequence[Any]:
         """The values of a result that should be ``len(names)`` of them."""
@@ -163,7 +169,7 @@ def batch_result(
     else:
         if not _is_tensor(ids) or ids.numel() != count:
             raise call.error("E5b", f"{count} token ids", str(ids.numel()) if _is_tensor(ids) else _kind(ids))
-        ids = _ids(call, "E5b", ids.reshape(-1), count, given_ids)
+        ids = _ids(call, "E5b", ids if ids.ndim == 1 else ids.reshape(-1), count, given_ids)
     try:
         updates = list(updates)
     except TypeError:
@@ -256,6 +262,8 @@ def _scalar_ids(call: Call, ids: Any, rows: int, given_ids: Any) -> Any:
 def _ids(call: Call, clause: str, ids: Any, count: int, given_ids: Any) -> Any:
     """``count`` token ids as a tensor of shape (count,) on the step's device; any integer dtype passes (R7)."""
     dtype = ids.dtype
+    if dtype is given_ids.dtype and ids.device == given_ids.device:
+        return ids if ids.ndim == 1 else ids.reshape(-1)
     whole = not (dtype.is_floating_point or dtype.is_complex or "bool" in str(dtype))
     if whole and ids.device == given_ids.device:
         return ids if ids.ndim == 1 else ids.reshape(-1)

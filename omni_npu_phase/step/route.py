@@ -47,7 +47,7 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> Non
     if port.mtp_width is None:
         port.write_rows(where, ids, embeds)
     else:
-        port.fill_mtp(len(in_mtp), where, embeds, hidden, text_step)
+        port.fill_mtp(len(in_mtp), where, ids, embeds, hidden, text_step)
         port.write_rows(where, ids, None)
         in_mtp.extend(run.rows)
 
@@ -69,7 +69,7 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None
         if mtp_inputs is None:
             port.write_rows(where, new_ids, new_embeds)
         else:
-            port.fill_mtp(len(in_mtp), where, new_embeds, *mtp_inputs)
+            port.fill_mtp(len(in_mtp), where, ids if new_ids is None else new_ids, new_embeds, *mtp_inputs)
             port.write_rows(where, new_ids, None)
             in_mtp.append(row)
 

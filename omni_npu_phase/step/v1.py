@@ -282,12 +282,14 @@ class RunnerPort(Port):
         self._live, self._mtp = tools.live, tools.mtp
         self._write_keywords = tools.runtime.write_keywords
         self._attach_infos = tools.runtime.attach_infos(runner)
+        self._lent: torch.Tensor | None = None
         self.has_batched_hook = callable(getattr(self.model, BATCHED_HOOK, None))
         if getattr(runner, "has_talker_mtp", False):
             self.mtp_width = self._mtp.inputs[1].shape[-1]
 
     def infos(self, rows: Sequence[int]) -> list[Any]:
-        return self._live.of(of_rows(rows, self.plan.request_ids))
+        request_ids = self.plan.request_ids
+        return self._live.of((request_ids[rows[0]],) if len(rows) == 1 else of_rows(rows, request_ids))
 
     def call_scalar(self, row: int, info: Any, ids: torch.Tensor, embeds: torch.Tensor) -> Any:
         plan, request_id = self.plan, self.plan.request_ids[row]
@@ -310,15 +312,20 @@ class RunnerPort(Port):
 
     def lend_ids(self, where: Any) -> torch.Tensor:
         # As released: those of rows that go to MTP are a copy, any others a slice of the step's own buffer.
-        return self.ids[where] if self.mtp_width is None else self.ids[where].clone()
+        if self.mtp_width is None:
+            return self.ids[where]
+        if self._lent is None:
+            self._lent = self.ids.clone()
+        return self._lent[where]
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
-        self._live.store(of_rows(rows, self.plan.request_ids), updates)
+        request_ids = self.plan.request_ids
+        self._live.store((request_ids[rows[0]],) if len(rows) == 1 else of_rows(rows, request_ids), updates)
 
-    def fill_mtp(self, position: int, where: Any, *parts: torch.Tensor) -> None:
-        self._mtp.fill(self.helper, position, where.stop - where.start, parts)
+    def fill_mtp(self, position: int, where: Any, ids: torch.Tensor | None, *parts: torch.Tensor) -> None:
+        given = self.ids[where] if ids is None else ids
+        self._mtp.fill(self.helper, position, where.stop - where.start, [given, *parts])
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         offsets = list(of_rows(rows, self.plan.offsets))
-        self.helper.take(self.ids, self.helper.rows(offsets), out=self._mtp.inputs[0][: len(rows)])
         self.runner._talker_mtp_forward(list(of_rows(rows, self.plan.request_ids)), self.embeds, offsets)

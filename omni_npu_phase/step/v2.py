@@ -215,12 +215,18 @@ class StatePort(Port):
         return self.helper.snapshot(value) if on_host else value
 
     def fill_mtp(
-        self, position: int, where: Rows, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor
+        self,
+        position: int,
+        where: Rows,
+        ids: torch.Tensor | None,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        text_step: torch.Tensor,
     ) -> None:
         stop = position + hidden.shape[0]
         self.helper.copy(self._hidden[position:stop], hidden)
         self.helper.copy(self._text_step[position:stop], text_step)
-        # The released MTP step reads embeddings from the step's own buffer, of which the others may be a part.
+        # The released MTP step reads ids and embeddings from the step's own buffers, of which the others may be a part.
         self.helper.put(self.embeds, where, embeds)
 
     def run_mtp(self, rows: Sequence[int]) -> None:
