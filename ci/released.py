@@ -74,7 +74,7 @@ REASONS = (
     Reason(
         ("M9",),
         "0.22",
-        "0.30",
+        "0.32",
         "_update_intermediate_buffer",
         r"in upd\.items\(\)",
         "stores whatever a hook returns into the live buffer, the three fields too, where the forward pass reads them",
@@ -90,7 +90,7 @@ REASONS = (
     Reason(
         ("R7",),
         "0.22",
-        "0.30",
+        "0.32",
         "_preprocess",
         r"(input_ids\.index_copy_\(|index_copy_\(0, offsets_t, req_input_ids)",
         "copies the batched hook's token ids without asking whether they are the object it was given",
@@ -131,7 +131,7 @@ REASONS = (
     Reason(
         ("T9",),
         "0.22",
-        "0.30",
+        "0.32",
         "_store_value",
         "is_cuda",
         "only CUDA tensors are copied to the host; on CPU and NPU the stored tensor is the device's own",
@@ -176,7 +176,7 @@ REASONS = (
     Reason(
         ("E1",),
         "0.20",
-        "0.30",
+        "0.32",
         "_collect_additional_information_for_prefill",
         r"len\(req_state\.prompt_token_ids\)",
         "takes the length of token ids that are None",
@@ -184,7 +184,7 @@ REASONS = (
     Reason(
         ("E4",),
         "0.20",
-        "0.30",
+        "0.32",
         "_preprocess",
         r"start_offset = int\(self\.query_start_loc",
         "takes spans and lengths as they come; nothing is checked before the first hook",
@@ -192,7 +192,7 @@ REASONS = (
     Reason(
         ("E5", "E8"),
         "0.20",
-        "0.30",
+        "0.32",
         "_preprocess",
         r"seg_len = min\(span_len",
         "cuts or leaves rows without a word; the copy that follows fails where source and target overlap",
@@ -208,7 +208,7 @@ REASONS = (
     Reason(
         ("E5b",),
         "0.22",
-        "0.30",
+        "0.32",
         "_preprocess",
         r"text_step, updates = batch_decode_preprocess\(",
         "unpacks what the hook returns and writes it as it comes; only torch's own errors stop it, half way",
@@ -216,7 +216,7 @@ REASONS = (
     Reason(
         ("E6",),
         "0.20",
-        "0.30",
+        "0.32",
         "_preprocess",
         r"update_dict\.pop\(",
         "takes `mtp_inputs` out of an eligible row's updates only; those of other rows are stored",
@@ -224,7 +224,7 @@ REASONS = (
     Reason(
         ("E7",),
         "0.20",
-        "0.30",
+        "0.32",
         "_preprocess",
         r"update_dict\.pop\(",
         "an eligible row without `mtp_inputs` is a KeyError",

@@ -85,6 +85,7 @@ class Bench:
         """A runner of ``cls``, made without its ``__init__``, with what its ``_preprocess`` needs."""
         from transformers import PretrainedConfig
         from vllm.config import CUDAGraphMode, VllmConfig
+        from vllm.platforms import current_platform
 
         sizes, setting, model = self.sizes, self.setting, self.model
         runner: Any = object.__new__(cls)
@@ -96,7 +97,7 @@ class Bench:
         runner.uses_mrope, runner.uses_xdrope_dim = False, 0
         runner.is_pooling_model = runner.is_multimodal_raw_input_only_model = False
         runner.is_multimodal_pruning_enabled = False
-        runner.requires_sequence_parallel, runner.pcp_size = False, 1
+        runner.requires_sequence_parallel, runner.pcp_size, runner.dcp_size = False, 1, 1
         runner.encoder_cache, runner.lookback_token_ids = {}, None
         runner.speculative_config, runner.uniform_decode_query_len = None, 1
         runner.requests, runner.model_intermediate_buffer = {}, {}
@@ -104,13 +105,16 @@ class Bench:
             model.requires_raw_input_tokens = False
         model_config = SimpleNamespace(
             is_encoder_decoder=False,
+            is_hybrid=False,
             enforce_eager=True,
             async_chunk=False,
             hf_text_config=PretrainedConfig(hidden_size=sizes.hidden),  # type: ignore[call-arg]
             subtalker_sampling_params={"do_sample": False, "top_k": 1},
         )
         runner.model_config = model_config
-        runner.vllm_config = VllmConfig()
+        # Without a model there is nothing for a platform to check, and vLLM-Ascend 0.20 stumbles over that.
+        with mock.patch.object(type(current_platform), "check_and_update_config"):
+            runner.vllm_config = VllmConfig()
         object.__setattr__(runner.vllm_config, "model_config", model_config)
         runner.parallel_config = runner.vllm_config.parallel_config
         runner.compilation_config = runner.vllm_config.compilation_config
@@ -496,9 +500,8 @@ def _init_talker_mtp(runner: Any) -> None:
     if hasattr(runner, "_init_talker_mtp"):
         runner._init_talker_mtp()
         return
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    with mock.patch.object(GPUModelRunner, "load_model"):
+    loads = (cls for cls in type(runner).__mro__ if cls.__module__.split(".")[0] in ("vllm", "vllm_ascend"))
+    with mock.patch.object(next(cls for cls in loads if "load_model" in vars(cls)), "load_model"):
         runner.load_model()
 
 

@@ -111,7 +111,7 @@ def load(module: str, attribute: str) -> Any:
         if (error.name or "").split(".")[0] in ("torch", "vllm", "vllm_omni"):
             advice = " Install vLLM-Omni with the vLLM it belongs to, or run ci/verify, which makes an environment."
         if (error.name or "").split(".")[0] in ("torch_npu", "vllm_ascend"):
-            advice = " Run in a vLLM-Omni Ascend image, or with --device emulated."
+            advice = " Run in a vLLM-Omni Ascend image, or install it and run with --device emulated."
         raise NoRuntimeError(f"cannot import {module}: {one_line(str(error))}.{advice}") from error
     except (Exception, SystemExit) as error:
         # Whatever the module itself raises: it cannot be judged, which is not a failed contract.
@@ -141,22 +141,16 @@ def described(value: Any) -> str:
 def prepare_device(name: str) -> str:
     """Make a device ready before the runner is loaded, and give its torch name.
 
-    ``cpu``; ``npu``, an Ascend NPU; or ``emulated``, torch_npu on a stand-in for CANN, with a stand-in for vLLM-Ascend
-    where that is missing. Raises :class:`NoRuntimeError`; nothing may have imported torch_npu or vLLM before.
+    ``cpu``; ``npu``, an Ascend NPU; or ``emulated``, torch_npu on a stand-in for CANN. Raises :class:`NoRuntimeError`;
+    nothing may have imported torch_npu or vLLM before.
     """
     if name == "emulated":
         from omni_npu_phase import emulated_ascend
+        from omni_npu_phase.standins import torchvision
 
         try:
             emulated_ascend.activate()
-            if importlib.util.find_spec("vllm_ascend") is None:
-                from omni_npu_phase.emulated_ascend import vllm_ascend_standin
-
-                vllm_ascend_standin.install()
-            else:
-                from omni_npu_phase.standins import torchvision
-
-                torchvision.install()
+            torchvision.install()
         except emulated_ascend.EmulationError as error:
             raise NoRuntimeError(f"no emulated device: {error}") from error
         return "npu"

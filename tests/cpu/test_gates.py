@@ -98,7 +98,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     with pytest.raises(SystemExit):
         loader.exec_module(module)
     monkeypatch.setattr(sys, "argv", ["ci/test"])
-    ready = SimpleNamespace(ensure=lambda: "python", emulated_variables=dict, ROOT=ROOT)
+    ready = SimpleNamespace(ensure=lambda: "python", emulated_variables=lambda *_: {}, ROOT=ROOT)
     monkeypatch.setattr(module, "environment", ready)
     return module
 

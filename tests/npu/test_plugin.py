@@ -33,7 +33,7 @@ def test_the_mixin_is_before_the_npu_runner(kind: str, name: str, installed: Non
 @pytest.mark.hardware
 @pytest.mark.parametrize("kind", ["ar", "generation"])
 def test_the_npu_worker_builds_it(kind: str, installed: None) -> None:
-    """vLLM-Ascend's worker base is not in the emulated device's stand-in."""
+    """vLLM-Ascend's worker imports CANN's own Python package, which the emulated device does not have."""
     worker = importlib.import_module(f"{WORKERS}.npu_{kind}_worker")
     runners = [cls for name, cls in vars(worker).items() if name.endswith("ModelRunner") and isinstance(cls, type)]
     assert runners
