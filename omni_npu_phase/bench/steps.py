@@ -86,7 +86,7 @@ class Steps(Bench):
         return tuple(rows)
 
     def _place(self, rows: Step) -> None:
-        self._placed, self._tokens, self._scheduled = rows, self.schedule(rows)[-1], scheduler_output(rows)
+        self.rows, self._tokens, self._scheduled = rows, self.schedule(rows)[-1], scheduler_output(rows)
 
     def take(self) -> None:
         """The step up to the model forward, which is what is measured."""
@@ -102,7 +102,7 @@ class Steps(Bench):
         if hasattr(self.model, "make_omni_output"):
             infos = self.runner._gather_runtime_additional_information()
             self.model.make_omni_output(self.hidden[: self._tokens], model_intermediate_buffer=infos)
-        self.postprocess(self._placed)
+        self.postprocess(self.rows)
 
     def _prepare(self) -> None:
         """The scheduler's side of the next step."""
