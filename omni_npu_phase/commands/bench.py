@@ -64,7 +64,7 @@ def bench(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against rows, as PNG or SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw ratios against rows, as PNG or SVG.")] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -108,6 +108,13 @@ def bench(
         if own_updates.value in known and own_hook.value in models.HOOKS[own_updates.value]
         for count in sorted(set(rows or (ROWS if own_mix is MixOption.decode else MIXED_ROWS)))
     ]
+    if any(case.updates == UpdatesOption.qwen3_tts.value for case in cases):
+        from omni_npu_phase.speech import tiny_qwen3_tts
+
+        try:
+            tiny_qwen3_tts.cached()
+        except RuntimeError as error:
+            console.stop(f"--updates qwen3-tts: {error}")
     if profile is not None:
         if len(cases) != 1:
             console.stop(f"--profile: one case, not {len(cases)}; name it by --rows, --hook, --mix and --updates")
