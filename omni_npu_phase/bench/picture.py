@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One picture of a bench: time against rows, a panel for each kind of step."""
+"""One picture of a bench: how many times as long the released runner takes, against decode rows."""
 
 from __future__ import annotations
 
@@ -10,37 +10,35 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from omni_npu_phase.bench.timing import Result, floor
+from omni_npu_phase.bench.timing import Result
 
-RELEASED, MIXIN, FLOOR = "#d1495b", "#3b6ea8", "#888888"
+COLOURS = {"qwen3-tts": "#3b6ea8", "moss-tts": "#d1495b", "personaplex": "#2e8b57", "toy": "#888888"}
+LINES = {"batched": "-", "scalar": "--"}
 
 
 def kind_of(result: Result) -> tuple[str, str, str]:
-    """What all results of a panel have in common."""
-    return result.hook, result.mix, result.updates
+    """What all results of a line have in common."""
+    return result.updates, result.hook, result.mix
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
     """Write the picture; the format is that of the path's suffix. Raises ValueError for one that is unknown."""
-    kinds = [(kind, list(group)) for kind, group in groupby(sorted(results, key=kind_of), key=kind_of)]
+    kinds = [(kind, list(group)) for kind, group in groupby(results, key=kind_of)]
     # One point is no line; it is drawn only where there is nothing else.
-    panels = [(kind, group) for kind, group in kinds if len(group) > 1] or kinds
-    columns = min(len(panels), 4)
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(4 * columns, 0.6 + 3.2 * lines), layout="constrained")
+    lines = [(kind, group) for kind, group in kinds if len(group) > 1] or kinds
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, columns, squeeze=False).flat
-    for (kind, group), panel in zip(panels, axes, strict=False):
-        group.sort(key=lambda result: result.rows)
-        rows = [result.rows for result in group]
-        panel.plot(rows, [r.released_us for r in group], marker="o", color=RELEASED, label="released")
-        panel.plot(rows, [r.mixin_us for r in group], marker="o", color=MIXIN, label="with the mixin")
-        panel.plot(rows, [floor(each) for each in rows], linestyle="--", color=FLOOR, label="keys alone")
-        panel.set_title(", ".join(kind), loc="left", fontsize=10)
-        panel.set_xlabel("rows")
-        panel.set_ylabel("microseconds a step")
-        panel.set_ylim(bottom=0)
-    for panel in list(axes)[len(panels) :]:
-        panel.set_axis_off()
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    panel = figure.subplots()
+    for kind, group in lines:
+        rows, ratios = [result.rows for result in group], [result.ratio for result in group]
+        updates, hook, _ = kind
+        panel.plot(rows, ratios, LINES[hook], marker="o", color=COLOURS[updates], label=", ".join(kind))
+    panel.axhline(1, color="#cccccc", zorder=0)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sorted({result.rows for result in results}), minor=False)
+    panel.xaxis.set_major_formatter("{x:.0f}")
+    panel.set_xlabel("decode rows")
+    panel.set_ylabel("time of the released runner / with the mixin")
+    panel.set_ylim(bottom=0)
+    figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=110)

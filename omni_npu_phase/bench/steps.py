@@ -30,10 +30,10 @@ _HOOKS = ("preprocess_batch", "preprocess", "preprocess_decode_batch", "talker_m
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of step: ``rows`` requests, each a decode row.
+    """One kind of step: ``rows`` requests that decode, and in a ``mixed`` step one more in their middle.
 
-    In a ``mixed`` step the middle one is a prompt chunk of ``chunk`` tokens, so that the decode rows are scattered.
-    ``resident``: codes stay on the device, as Qwen3-TTS's do. ``dtype``: that of every embedding.
+    That one reads a chunk of ``chunk`` tokens of its prompt. ``hidden``: columns of an embedding, of type ``dtype``.
+    ``updates``: whose hooks. ``resident``: whether codes stay on the device where the model would have it.
     """
 
     rows: int
@@ -71,12 +71,12 @@ class Steps(Bench):
     def _prompts(self) -> Step:
         """Every short prompt as a whole, and the long one's first chunk."""
         length = self.talker.short.length
-        return self._with_chunk([row(f"r{n}", length, 0, length, PREFILL) for n in range(self._decodes)], 0)
+        return self._with_chunk([row(f"r{n}", length, 0, length, PREFILL) for n in range(self.case.rows)], 0)
 
     def _rows(self, number: int) -> Step:
         """The step of this number in a lap, from 1 on, in batch order."""
         length = self.talker.short.length
-        decodes = [row(f"r{n}", length, length + number - 1, 1, MTP) for n in range(self._decodes)]
+        decodes = [row(f"r{n}", length, length + number - 1, 1, MTP) for n in range(self.case.rows)]
         return self._with_chunk(decodes, number)
 
     def _with_chunk(self, rows: list[Row], number: int) -> Step:
@@ -85,12 +85,8 @@ class Steps(Bench):
             rows.insert(len(rows) // 2, row("prompt", self.talker.long.length, number * size, size, PREFILL))
         return tuple(rows)
 
-    @property
-    def _decodes(self) -> int:
-        return self.case.rows - (self.case.mix == "mixed")
-
     def _place(self, rows: Step) -> None:
-        self._placed, self._tokens, self._scheduled = rows, self.schedule(rows)[-1], scheduler_output(rows)
+        self.rows, self._tokens, self._scheduled = rows, self.schedule(rows)[-1], scheduler_output(rows)
 
     def take(self) -> None:
         """The step up to the model forward, which is what is measured."""
@@ -106,7 +102,7 @@ class Steps(Bench):
         if hasattr(self.model, "make_omni_output"):
             infos = self.runner._gather_runtime_additional_information()
             self.model.make_omni_output(self.hidden[: self._tokens], model_intermediate_buffer=infos)
-        self.postprocess(self._placed)
+        self.postprocess(self.rows)
 
     def _prepare(self) -> None:
         """The scheduler's side of the next step."""

@@ -32,7 +32,7 @@ _FEWEST, _MOST = 15, 400
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case: medians in microseconds, ratios released/mixin of the steps taken one after the other.
+    """One case: medians in microseconds without hooks and MTP, and ratios released/mixin of steps taken in turns.
 
     ``ratio_min`` and ``ratio_max`` are the tenth and ninetieth percentile of those ratios; ``operations`` are what the
     mixin has dispatched, views left out. ``transfers`` and ``syncs`` are counted on the emulated device only, and None
@@ -190,23 +190,3 @@ def fit(results: Sequence[Result], of: Callable[[Result], float]) -> Fit | None:
         return None
     row_us, fixed_us = np.polyfit(rows, [of(result) for result in results], 1)
     return Fit(round(float(fixed_us), 1), round(float(row_us), 2))
-
-
-def floor(rows: int) -> float:
-    """Microseconds of a bare loop that writes the keys a hook must be told into one dictionary a row."""
-    infos: list[dict[str, Any]] = [{} for _ in range(rows)]
-    values = [(f"r{row}", 2, 3, False, 9, 7) for row in range(rows)]
-    times = []
-    for _ in range(50):
-        began = thread_time_ns()
-        for info, (request, prompt_len, computed, prefill, most, seed) in zip(infos, values, strict=True):
-            info["_omni_prompt_len"] = prompt_len
-            info["_omni_num_computed_tokens"] = computed
-            info["_omni_is_prefill"] = prefill
-            info["request_id"] = request
-            info["duplex_token_offset"] = computed
-            info["duplex_prompt_len"] = prompt_len
-            info["_omni_max_tokens"] = most
-            info["_omni_seed"] = seed
-        times.append((thread_time_ns() - began) / 1000)
-    return round(statistics.median(times), 1)

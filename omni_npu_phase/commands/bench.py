@@ -17,9 +17,9 @@ from omni_npu_phase.commands import console
 
 EPILOG = "Exit status: 0 measured; 2 it could not be, with the reason. No time fails it."
 ROWS = (1, 64, 256)
-MIXED_ROWS = 65
+MIXED_ROWS = (64,)
 PROFILED_STEPS = 200
-_HEADERS = ("hook", "mix", "updates", "rows", "released us", "mixin us", "ratio", "spread", "operations")
+_HEADERS = ("updates", "hook", "mix", "rows", "released us", "mixin us", "ratio", "spread", "operations")
 
 
 class HookOption(str, Enum):
@@ -43,21 +43,28 @@ def bench(
     rows: Annotated[
         list[int] | None,
         typer.Option(
-            metavar="N", min=1, max=4096, help="Requests in a step; may be repeated. 1, 64 and 256; in mixed steps 65."
+            metavar="N",
+            min=1,
+            max=4096,
+            help="Decode rows of a step; may be repeated. 1, 64 and 256; in mixed steps 64.",
         ),
     ] = None,
     hidden: Annotated[int, typer.Option(metavar="N", min=1, max=16384, help="Width of an embedding.")] = 2048,
     hook: Annotated[list[HookOption] | None, typer.Option(help="May be repeated; both when left out.")] = None,
     mix: Annotated[
         list[MixOption] | None,
-        typer.Option(help="Decode rows alone, or one of them a prompt chunk of 512 tokens. Both when left out."),
+        typer.Option(
+            help="Decode rows alone, or with a prompt chunk of 512 tokens in their middle. Both when left out."
+        ),
     ] = None,
     updates: Annotated[
         list[UpdatesOption] | None,
-        typer.Option(help="Whose hooks: those of a talker of vLLM-Omni, or a toy's. May be repeated; all of them."),
+        typer.Option(
+            help="Whose hooks: a talker's of vLLM-Omni, or a toy's. May be repeated; all of them when left out."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time against rows, as PNG or SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw ratios against rows, as PNG or SVG.")] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -74,8 +81,6 @@ def bench(
         console.stop(f"--plot {plot}: a name that ends in .png or .svg")
     if plot is not None and not plot.absolute().parent.is_dir():
         console.stop(f"--plot {plot}: no such folder")
-    if MixOption.mixed in (mix or ()) and min(rows or (MIXED_ROWS,)) < 2:
-        console.stop("--rows: a mixed step has at least 2 rows, one of them the prompt chunk")
     for name in ("VLLM_LOGGING_LEVEL", "TRANSFORMERS_VERBOSITY"):
         os.environ.setdefault(name, "error" if name.startswith("T") else "ERROR")
     from omni_npu_phase.conformance import verify
@@ -101,9 +106,15 @@ def bench(
         Case(count, hidden, own_hook.value, own_mix.value, own_updates.value)
         for own_updates, own_hook, own_mix in product(updates or UpdatesOption, hook or HookOption, mix or MixOption)
         if own_updates.value in known and own_hook.value in models.HOOKS[own_updates.value]
-        for count in sorted(set(rows or (ROWS if own_mix is MixOption.decode else (MIXED_ROWS,))))
-        if own_mix is MixOption.decode or count > 1
+        for count in sorted(set(rows or (ROWS if own_mix is MixOption.decode else MIXED_ROWS)))
     ]
+    if any(case.updates == UpdatesOption.qwen3_tts.value for case in cases):
+        from omni_npu_phase.speech import tiny_qwen3_tts
+
+        try:
+            tiny_qwen3_tts.cached()
+        except RuntimeError as error:
+            console.stop(f"--updates qwen3-tts: {error}")
     if profile is not None:
         if len(cases) != 1:
             console.stop(f"--profile: one case, not {len(cases)}; name it by --rows, --hook, --mix and --updates")
@@ -123,21 +134,26 @@ def bench(
         own = {"runtime": runtime, "fits": _fits(results), "results": [result.as_dict() for result in results]}
         console.write_text(json.dumps(own, indent=1) + "\n", None)
     else:
-        console.write([_table(results), *_lines(results)], None)
+        console.write([*_tables(results), *_lines(results)], None)
 
 
-def _table(results: list[Any]) -> Table:
-    table = Table()
-    for header in _HEADERS:
-        table.add_column(header, justify="left" if header in _HEADERS[:3] else "right")
-    for each in results:
-        table.add_row(
-            *(each.hook, each.mix, each.updates, str(each.rows)),
-            *(f"{each.released_us:.0f}", f"{each.mixin_us:.0f}", f"{each.ratio:.2f}"),
-            f"{each.ratio_min:.2f} to {each.ratio_max:.2f}",
-            f"{each.released_operations} / {each.operations}",
-        )
-    return table
+def _tables(results: list[Any]) -> list[Table]:
+    """One of models' own hooks, one of the toy's."""
+    tables = []
+    for title, toys in (("Hooks of vLLM-Omni's models", False), ("Synthetic hooks", True)):
+        own = [each for each in results if (each.updates == UpdatesOption.toy.value) is toys]
+        if own:
+            tables.append(table := Table(title=title, title_justify="left"))
+            for header in _HEADERS:
+                table.add_column(header, justify="left" if header in _HEADERS[:3] else "right")
+            for each in own:
+                table.add_row(
+                    *(each.updates, each.hook, each.mix, str(each.rows)),
+                    *(f"{each.released_us:.0f}", f"{each.mixin_us:.0f}", f"{each.ratio:.2f}"),
+                    f"{each.ratio_min:.2f} to {each.ratio_max:.2f}",
+                    f"{each.released_operations} / {each.operations}",
+                )
+    return tables
 
 
 def _fits(results: list[Any]) -> list[dict[str, Any]]:
@@ -160,14 +176,13 @@ def _fits(results: list[Any]) -> list[dict[str, Any]]:
 
 
 def _lines(results: list[Any]) -> list[str]:
-    from omni_npu_phase.bench.timing import floor
-
-    lines = ["Spread: tenth to ninetieth percentile. Operations: released / mixin, views left out."]
+    lines = [
+        "Processor time of one step up to the model forward, hooks and MTP left out.",
+        "Spread: tenth to ninetieth percentile. Operations: released / mixin, views left out.",
+    ]
     for each in _fits(results):
         parts = [f"{name} {each[name]['fixed_us']:.0f} us and {each[name]['row_us']:.2f} us a row" for name in _SIDES]
-        lines.append(f"{each['hook']} hook, {each['mix']}, {each['updates']} updates: {'; '.join(parts)}")
-    most = max(each.rows for each in results)
-    lines.append(f"Floor, a bare loop that writes the required keys: {floor(most) / most:.2f} us a row at {most} rows")
+        lines.append(f"{each['updates']}, {each['hook']} hook, {each['mix']}: {'; '.join(parts)}")
     return lines
 
 

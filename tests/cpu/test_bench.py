@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import json
+import pstats
 from pathlib import Path
+from time import thread_time_ns
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from omni_npu_phase.bench import timing
-from omni_npu_phase.bench.steps import Case
+from omni_npu_phase.bench.steps import Case, Steps, around_hooks, engineless
 from omni_npu_phase.bench.timing import Result
+from omni_npu_phase.commands import bench as command
 from omni_npu_phase.commands.app import app
 
 KEYS = {
@@ -33,27 +37,42 @@ def _bench(*arguments: str) -> Any:
 def test_json(tmp_path: Path) -> None:
     picture = tmp_path / "bench.png"
     done = _bench(
-        "--rows", "2", "--rows", "4", "--hook", "scalar", "--updates", "talker", "--json", "--plot", str(picture)
+        "--rows", "1", "--rows", "4", "--hook", "scalar", "--updates", "qwen3-tts", "--json", "--plot", str(picture)
     )
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert [(each["mix"], each["rows"]) for each in report["results"]] == [
-        ("decode", 2), ("decode", 4), ("mixed", 2), ("mixed", 4)
+        ("decode", 1), ("decode", 4), ("mixed", 1), ("mixed", 4)
     ]  # fmt: skip
     for each in report["results"]:
         assert set(each) >= KEYS
+        assert each["updates"] == "qwen3-tts"
         assert each["released_us"] > 0 < each["mixin_us"]
         assert each["ratio_min"] <= each["ratio_max"]
-        assert each["operations"] < each["released_operations"]
+        assert each["operations"] <= each["released_operations"] + 9
     assert {each["mix"] for each in report["fits"]} == {"decode", "mixed"}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_table() -> None:
-    done = _bench("--rows", "3", "--mix", "decode", "--hook", "batched", "--updates", "toy")
+def test_tables() -> None:
+    """A model without batched hook is measured with its scalar one only; the toy has a table of its own."""
+    done = _bench("--rows", "2", "--mix", "decode", "--updates", "personaplex", "--updates", "toy")
     assert done.exit_code == 0, done.output
-    assert "batched │ decode │ toy" in done.stdout
-    assert "Floor, a bare loop" in done.stdout
+    real, toy = done.stdout.split("Synthetic hooks")
+    assert "personaplex │ scalar │ decode" in real
+    assert "toy     │ batched │ decode" in toy
+    assert "batched" not in real
+
+
+def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PROFILED_STEPS", 3)
+    written = tmp_path / "bench.prof"
+    arguments = ("--rows", "2", "--mix", "decode", "--hook", "scalar", "--updates", "toy", "--profile", str(written))
+    done = _bench(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "us a step" in done.stdout
+    profiled = pstats.Stats(str(written))
+    assert ("_preprocess", 3) in {(name, calls[0]) for (_, _, name), calls in profiled.stats.items()}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +81,8 @@ def test_table() -> None:
         (["--rows", "0"], "--rows"),
         (["--rows", "many"], "--rows"),
         (["--hook", "none"], "--hook"),
-        (["--rows", "1", "--mix", "mixed"], "a mixed step has at least 2 rows"),
+        (["--updates", "talker"], "--updates"),
+        (["--profile", "bench.prof", "--rows", "1"], "one case, not"),
         (["--plot", "bench.doc"], "a name that ends in .png or .svg"),
         (["--rows", "1", "--mix", "decode", "--plot", "/nowhere/bench.png"], "no such folder"),
     ],
@@ -85,6 +105,41 @@ def test_fit() -> None:
     assert timing.fit(results[:1], lambda each: each.mixin_us) is None
 
 
-def test_a_mixed_step_has_its_chunk_in_the_middle() -> None:
-    spans = [row.span for row in Case(64, 8, "batched", "mixed").placed()]
-    assert (len(spans), spans.count(1), spans[32]) == (64, 63, 512)
+def test_a_mixed_step_has_its_chunk_in_the_middle(released: type) -> None:
+    with engineless():
+        steps = Steps(released, Case(4, 8, "batched", "mixed"), torch.device("cpu"))
+        assert steps.runner.input_batch.req_ids == ["r0", "r1", "prompt", "r2", "r3"]
+        assert list(steps._scheduled.num_scheduled_tokens.values()) == [1, 1, 512, 1, 1]
+
+
+def test_a_lap_ends_where_it_began(released: type) -> None:
+    """Requests are put back to the end of their prompts before their text ends."""
+    offsets = []
+    with engineless():
+        steps = Steps(released, Case(1, 8, "scalar", updates="qwen3-tts"), torch.device("cpu"))
+        for _ in range(50):
+            steps.take()
+            offsets.append(steps.live()["r0"]["meta"]["talker_text_offset"])
+            steps.finish()
+    assert offsets == [*range(1, 49), 1, 2]
+
+
+def test_what_hooks_take_is_left_out(released: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that works ten times as long as its step does not make the step longer."""
+    clock = timing.HookClock()
+    with engineless():
+        steps = Steps(released, Case(8, 8, "scalar"), torch.device("cpu"))
+        own = steps.model.preprocess
+
+        def slow(**given: Any) -> Any:
+            began = thread_time_ns()
+            while thread_time_ns() - began < 2_000_000:
+                pass
+            return own(**given)
+
+        steps.model.preprocess = slow
+        with around_hooks(steps.model, clock.around):
+            spent = min(timing._take(steps, clock) for _ in range(5))
+    # Eight calls of two milliseconds each are sixteen.
+    assert clock.ns > 16e6
+    assert spent < 8_000

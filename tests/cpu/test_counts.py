@@ -1,185 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs, counted: operations that do not grow with rows, with every check of results in place."""
+"""What a step costs, counted, on the installed models' own hooks and on a toy's, with every check of results made."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from omni_npu_phase.bench.counts import count_step
+from omni_npu_phase.bench import models
+from omni_npu_phase.bench.counts import Counts, count_step
 from omni_npu_phase.bench.steps import Case, Steps, engineless
-from omni_npu_phase.buffers import gather
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.cpu import CpuBufferHelper
-from omni_npu_phase.contract import ContractError
-from omni_npu_phase.step import live as state
-from omni_npu_phase.step import v1 as mixin
+from omni_npu_phase.conformance.scenarios import Step
+from omni_npu_phase.contract import MTP_INPUTS, ContractError
 
 # Thousands of steps: what runs in them is counted in other tests, and tracing would take minutes.
 pytestmark = pytest.mark.no_cover
 
-ROWS = (1, 8, 64, 256)
+ROWS = (1, 2, 8, 64, 256)
 HIDDEN = 16
-
-hooks = pytest.mark.parametrize("hook", ["batched", "scalar"])
-updates_of = pytest.mark.parametrize("updates", ["toy", "talker"])
+BATCHED, SCALAR = (
+    pytest.mark.parametrize("updates", [name for name in models.available() if hook in models.HOOKS[name]])
+    for hook in ("batched", "scalar")
+)
+every_rows = pytest.mark.parametrize("rows", ROWS)
 
 
 def _case(rows: int, hook: Any, updates: Any = "toy", **more: Any) -> Case:
     return Case(rows, HIDDEN, hook, updates=updates, **more)
 
 
-@pytest.mark.parametrize("resident", [True, False], ids=["resident", "host"])
-@pytest.mark.parametrize("rows", ROWS)
-@updates_of
-@hooks
-def test_work_does_not_grow_with_decode_rows(mixed: type, hook: Any, updates: Any, rows: int, resident: bool) -> None:
-    operations = count_step(mixed, _case(rows, hook, updates, resident=resident))
-    assert operations.work.total() <= 9, operations.work
-    # Slices in bulk: of the step's buffers for scalar hooks, of the MTP buffers, of what is stored.
-    assert operations.views.total() <= 24, operations.views
+def _mixed(rows: int, hook: Any, updates: Any) -> Case:
+    """So many decode rows, and a prompt chunk in their middle."""
+    return _case(rows, hook, updates, mix="mixed", chunk=16)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@updates_of
-@hooks
-def test_nothing_is_allocated_but_the_codes(mixed: type, hook: Any, updates: Any, rows: int) -> None:
-    """They are MTP's own memory, and stored as an owned block. What hooks hand over and do not keep is no copy."""
-    assert count_step(mixed, _case(rows, hook, updates)).allocated == 1
+def _work(counts: Counts) -> int:
+    return counts.operations.work.total()
 
 
-@pytest.mark.parametrize("rows", [2, 3, 8, 64, 256])
-@updates_of
-@hooks
-def test_scattered_rows_cost_the_same_whatever_their_number(mixed: type, hook: Any, updates: Any, rows: int) -> None:
-    operations = count_step(mixed, _case(rows, hook, updates, mix="mixed", chunk=16))
-    assert operations.work.total() <= 12, operations.work
-    assert operations.views.total() <= 32, operations.views
+@every_rows
+@BATCHED
+def test_a_batched_step_runs_9_operations(mixed: type, updates: Any, rows: int) -> None:
+    counts = count_step(mixed, _case(rows, "batched", updates))
+    assert _work(counts) <= 9, counts
+    # The ids lent to the hook, the codes, and what joins the rows' updates.
+    assert counts.operations.allocated <= 2 + bool(counts.updates), counts
 
 
-@hooks
-def test_the_released_runner_grows(released: type, hook: Any) -> None:
-    few, many = (count_step(released, _case(rows, hook)) for rows in (8, 64))
-    assert many.work.total() - few.work.total() >= 56
-    assert many.allocated > few.allocated + 50
+@every_rows
+@BATCHED
+def test_beside_a_chunk_a_batched_step_runs_4_more(mixed: type, updates: Any, rows: int) -> None:
+    counts = count_step(mixed, _mixed(rows, "batched", updates))
+    assert _work(counts) <= 9 + 4, counts
+    assert counts.operations.allocated <= 4 + 2 * bool(counts.updates), counts
 
 
-# A step of per-row operations is noticed.
+@every_rows
+@SCALAR
+def test_a_scalar_row_costs_one_operation_and_one_for_each_update(mixed: type, updates: Any, rows: int) -> None:
+    counts = count_step(mixed, _case(rows, "scalar", updates))
+    assert _work(counts) <= rows + counts.updates + 5, counts
+    assert counts.operations.allocated <= counts.updates + 1, counts
 
 
-def _row_by_row(helper: Any, rows: Any, out: torch.Tensor) -> None:
-    for index, row in enumerate(rows):
-        out[index : index + 1].copy_(row)
+@every_rows
+@SCALAR
+def test_beside_a_chunk_a_scalar_step_runs_4_more(mixed: type, updates: Any, rows: int) -> None:
+    counts = count_step(mixed, _mixed(rows, "scalar", updates))
+    assert _work(counts) <= rows + counts.updates + 5 + 4, counts
+    assert counts.operations.allocated <= counts.updates + 3, counts
 
 
-def _one_by_one(helper: Any, tensors: Any) -> torch.Tensor:
-    return torch.stack([tensor.clone() for tensor in tensors])
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("updates", models.available())
+def test_the_released_runner_for_comparison(released: type, updates: Any, rows: int) -> None:
+    """The figures beside which these limits stand. It reads each row's offset from a tensor, one value at a time."""
+    scalar = count_step(released, _case(rows, "scalar", updates))
+    assert abs(_work(scalar) - 7 * rows) <= 2, scalar
+    if "batched" in models.HOOKS[updates]:
+        batched = count_step(released, _case(rows, "batched", updates))
+        assert abs(_work(batched) - (10 + rows)) <= 1, batched
 
 
-def _row_copies(helper: Any, dest: torch.Tensor, source: torch.Tensor) -> None:
+@pytest.mark.parametrize("updates", [name for name in models.available() if name != "toy"])
+def test_the_hooks_are_in_their_decode_state(mixed: type, updates: Any) -> None:
+    """What a model keeps moves on with every step, and every row hands MTP what the forward left."""
+    kept = {
+        "qwen3-tts": lambda info: info["meta"]["talker_text_offset"],
+        "moss-tts": lambda info: info["generated_len"],
+        "personaplex": lambda info: info["meta"]["pplex_frame"] - info["meta"]["pplex_prefill_len"],
+    }
+    with engineless():
+        steps = Steps(mixed, _case(3, "scalar", updates), torch.device("cpu"))
+        for number in range(1, 4):
+            live = [steps.live()[f"r{row}"] for row in range(3)]
+            steps.take()
+            assert torch.equal(steps.mtp_inputs()[2][:3], torch.stack([info["hidden_states"]["last"] for info in live]))
+            steps.finish()
+            assert [kept[updates](info) for info in live] == [number] * 3
+
+
+# A step of more operations is noticed.
+
+
+def _one_by_one(helper: Any, dest: torch.Tensor, source: torch.Tensor) -> None:
     for index in range(source.shape[0]):
         dest[index].copy_(source[index])
 
 
-def _always(tensors: Any, held: int) -> list[int]:
-    return list(range(len(tensors)))
-
-
-@pytest.mark.parametrize(
-    ("hook", "changes"),
-    [
-        ("scalar", [(BufferHelper, "gather", _row_by_row)]),
-        ("scalar", [(state, "reachable", _always)]),
-        ("batched", [(state, "reachable", _always), (BufferHelper, "join", _one_by_one)]),
-        ("batched", [(BufferHelper, "copy", _row_copies)]),
-        ("scalar", [(gather, "reachable", _always)]),
-    ],
-    ids=["rows-copied", "rows-stored", "updates-stored", "parts-copied", "rows-owned-at-once"],
-)
-def test_per_row_operations_are_caught(mixed: type, hook: Any, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name, instead in changes:
-        monkeypatch.setattr(owner, name, instead)
-    assert count_step(mixed, _case(64, hook, "talker")).work.total() > 9 + 60
+def test_row_copies_are_caught(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BufferHelper, "copy", _one_by_one)
+    for hook in ("batched", "scalar"):
+        assert _work(count_step(mixed, _case(64, hook, "qwen3-tts"))) > 64 + 64 + 5
 
 
 @pytest.mark.parametrize(("hook", "clause"), [("scalar", "E5"), ("batched", "E5b")])
-def test_results_are_checked_in_what_is_counted(mixed: type, hook: Any, clause: str) -> None:
-    """The limits hold with every check in place: the same step refuses the last of 64 rows."""
+def test_results_are_checked_in_what_is_counted(
+    mixed: type, hook: Any, clause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits hold with every check in place: the same step refuses one row of 64 that is too short."""
     with engineless():
         steps = Steps(mixed, _case(64, hook), torch.device("cpu"))
-        if hook == "scalar":
-            embeds, _ = steps.model._of_rows[0]
-            steps.model._of_rows[0] = embeds, {"mtp_inputs": (embeds, embeds[:, :-1])}
-        else:
-            steps.model.hidden = steps.model.hidden[:, :-1]
+        own = steps.model.preprocess if hook == "scalar" else steps.model.preprocess_decode_batch
+
+        def scalar(**given: Any) -> Any:
+            ids, embeds, updates = own(**given)
+            text_step = embeds[:, :-1] if given["request_id"] == "r63" else embeds
+            return ids, embeds, {**updates, MTP_INPUTS: (embeds, text_step)}
+
+        def batched(**given: Any) -> Any:
+            ids, embeds, hidden, text_step, updates = own(**given)
+            return ids, embeds, hidden, text_step[:, :-1], updates
+
+        steps.model.preprocess, steps.model.preprocess_decode_batch = (
+            (scalar, None) if hook == "scalar" else (own, batched)
+        )
         with pytest.raises(ContractError) as caught:
             steps.take()
     assert caught.value.clause == clause
-
-
-def _rows_of_one_tensor(cls: type) -> tuple[list[list[float]], list[float]]:
-    """What MTP gets, and what is stored, of four rows whose hook fills one and the same tensor anew."""
-    with engineless():
-        steps = Steps(cls, _case(4, "scalar"), torch.device("cpu"))
-        model, reused = steps.model, torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
-        given = iter(range(1, 5))
-        in_mtp: list[list[float]] = []
-
-        def preprocess(input_ids: torch.Tensor, input_embeds: torch.Tensor, **info: Any) -> Any:
-            reused.fill_(next(given))
-            return input_ids, reused, {"mtp_inputs": (reused, reused.view(-1)), "mark": reused, "marks": [reused]}
-
-        def talker_mtp(ids: Any, *parts: torch.Tensor, **_: Any) -> Any:
-            in_mtp.extend(part[:, 0].tolist() for part in parts)
-            return parts[0], model.codes
-
-        model.preprocess, steps.runner.talker_mtp = preprocess, talker_mtp
-        steps.take()
-        live = [steps.runner.model_intermediate_buffer[f"r{row}"] for row in range(4)]
-    return in_mtp, [tensor[0, 0].item() for info in live for tensor in (info["mark"], info["marks"][0])]
-
-
-def test_a_tensor_that_a_hook_fills_again_is_copied_at_once(mixed: type, released: type) -> None:
-    """Rows wait to be written together only where nobody else can reach them."""
-    in_mtp, stored = _rows_of_one_tensor(mixed)
-    assert in_mtp == [[1, 2, 3, 4]] * 3
-    assert stored == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert _rows_of_one_tensor(released)[0] == in_mtp
-
-
-@pytest.mark.parametrize("module", [gather, state])
-def test_waiting_for_everything_is_caught(mixed: type, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "reachable", lambda tensors, held: [])
-    in_mtp, stored = _rows_of_one_tensor(mixed)
-    assert in_mtp == [[4] * 4] * 3 or stored == [4] * 8
-
-
-@pytest.mark.parametrize("rows", [3, 5])
-def test_a_tensor_that_a_batched_hook_fills_again_is_copied_at_once(mixed: type, rows: int) -> None:
-    """Also in a run of one row: the hook of the next run may fill it."""
-    with engineless():
-        steps = Steps(mixed, _case(rows, "batched", mix="mixed", chunk=4), torch.device("cpu"))
-        model, reused = steps.model, torch.zeros(1)
-        chunk = model.preprocess
-
-        def preprocess_decode_batch(input_ids: torch.Tensor, req_infos: list[dict[str, Any]]) -> Any:
-            reused.add_(1)
-            parts = [model.hidden[: len(req_infos)]] * 3
-            return input_ids, *parts, [{"mark": reused, "marks": [reused]} for _ in req_infos]
-
-        def preprocess(*given: Any, **info: Any) -> Any:
-            reused.add_(10)
-            return chunk(*given, **info)
-
-        model.preprocess_decode_batch, model.preprocess = preprocess_decode_batch, preprocess
-        steps.take()
-        live = [steps.runner.model_intermediate_buffer[f"r{row}"] for row in range(rows - 1)]
-    half = (rows - 1) // 2
-    assert [info["mark"].item() for info in live] == [1] * half + [12] * half
-    assert [info["marks"][0].item() for info in live] == [1] * half + [12] * half
 
 
 # Memory.
@@ -202,28 +165,33 @@ def test_persistent_buffers_are_an_index_a_row() -> None:
     assert helper.held_bytes <= 16 + 8 * 2 * 256
 
 
+class _Coming(Steps):
+    """Requests of which the oldest goes and a new one comes with every step."""
+
+    gone = 0
+
+    def _rows(self, number: int) -> Step:
+        return tuple(replace(row, request=f"r{self.gone + index}") for index, row in enumerate(super()._rows(number)))
+
+
 @pytest.mark.parametrize("hook", ["batched", "scalar"])
 def test_nothing_grows_while_requests_come_and_go(mixed: type, hook: Any) -> None:
-    """Five thousand steps a hook, in each of which one of four requests is replaced by a new one."""
     with engineless():
-        steps = Steps(mixed, _case(4, hook), torch.device("cpu"))
-        runner, batch = steps.runner, steps.runner.input_batch
-        states = dict(runner.requests)
-        held, objects = [], []
-        for number in range(5000):
-            slot, request = number % 4, f"n{number}"
-            gone = batch.req_ids[slot]
-            runner.requests[request] = states[f"r{slot}"]
-            del runner.requests[gone], runner.model_intermediate_buffer[gone]
-            batch.req_ids[slot], batch.req_id_to_index[request] = request, batch.req_id_to_index.pop(gone)
-            steps._scheduled.num_scheduled_tokens[request] = steps._scheduled.num_scheduled_tokens.pop(gone)
-            steps.prepare()
+        steps = _Coming(mixed, _case(4, hook), torch.device("cpu"))
+        runner = steps.runner
+        objects, held = [], []
+        for number in range(2000):
             steps.take()
-            if number in (500, 4999):
+            steps.gone += 1
+            steps.finish()
+            # As the runner does where it is told what has ended.
+            for ended in runner.requests.keys() - set(runner.input_batch.req_ids):
+                del runner.requests[ended]
+                runner.model_intermediate_buffer.pop(ended, None)
+            if number in (500, 1999):
                 gc.collect()
-                phase = mixin._phase_of(runner)
                 objects.append(len(gc.get_objects()))
-                held.append((_tensor_bytes(), len(runner.model_intermediate_buffer), len(phase.helpers)))
+                held.append((_tensor_bytes(), len(runner.model_intermediate_buffer)))
     assert held[0] == held[1]
-    # Nothing a step or a request, of which there were thousands.
-    assert objects[1] - objects[0] < 1000
+    # Nothing a step or a request, of which there were a thousand and a half.
+    assert objects[1] - objects[0] < 500

@@ -22,6 +22,8 @@ def lines() -> Iterator[str]:
         import torch
 
         from omni_npu_phase import emulated_ascend
+        from omni_npu_phase.bench.steps import Case
+        from omni_npu_phase.conformance.recording_model import HIDDEN
         from tests.npu.test_steps import ROWS, count_step
 
         released = verify.load_runner("npu-v1")
@@ -30,14 +32,14 @@ def lines() -> Iterator[str]:
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|" + " --- |" * len(COLUMNS)
     for hook in ("batched", "scalar"):
-        for updates in ("toy", "talker"):
+        for updates in ("toy", "qwen3-tts"):
             for rows in ROWS:
                 for name, runner in runners.items():
                     npu = torch.device("npu:0")
-                    counting, _ = count_step(runner.autoregressive, rows, hook, updates, False, npu, device)
-                    counts = counting.counts
+                    case = Case(rows, HIDDEN, hook, "decode", updates, resident=False)
+                    counts, hazards, _ = count_step(runner.autoregressive, case, npu, device)
                     cells = (counts.host_syncs, counts.d2h, counts.h2d, counts.d2d, counts.kernels)
-                    row = (hook, updates, rows, name, *cells, len(counting.hazards))
+                    row = (hook, updates, rows, name, *cells, len(hazards))
                     yield f"| {' | '.join(map(str, row))} |"
 
 

@@ -3,85 +3,101 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from omni_npu_phase.bench import talker as talkers
-from omni_npu_phase.bench.steps import Case, Mix, Steps, engineless
-from omni_npu_phase.bench.talker import Talker, Updates
+from omni_npu_phase.bench.models import Updates
+from omni_npu_phase.bench.steps import Case, Mix, Steps, around_hooks, engineless
 from omni_npu_phase.buffers.ascend import AscendBufferHelper
 from omni_npu_phase.buffers.staging import PinnedStaging
 from omni_npu_phase.conformance import verify
 from omni_npu_phase.conformance.bench import scheduler_output
 from omni_npu_phase.conformance.drive import run_scenario
 from omni_npu_phase.conformance.recording_model import HIDDEN
-from omni_npu_phase.conformance.scenarios import BY_ID, MTP, Hook, Variant, row
+from omni_npu_phase.conformance.scenarios import BY_ID, MTP, Hook, Variant
+from omni_npu_phase.emulated_ascend.device import Counts
 
 ROWS = (1, 8, 64, 256)
 
 
-def count_step(
-    cls: type,
-    rows: int,
-    hook: Hook,
-    updates: Updates,
-    resident: bool,
-    device: torch.device,
-    emulated: Any,
-    scattered: bool = False,
-) -> Any:
-    """Counts of the third of three steps, and the runner. ``scattered``: a prompt chunk lies among the decode rows."""
-    # The chunk grows from step to step, so that every step has offsets of its own in the same batch.
-    mix: Mix = "mixed" if scattered else "decode"
-    case = Case(rows + scattered, HIDDEN, hook, mix, updates, resident, torch.float32, chunk=2)
+class Counted(NamedTuple):
+    """The third of three steps, hooks and MTP left out, and the hazards of all three."""
+
+    counts: Counts
+    hazards: tuple[str, ...]
+    steps: Steps
+
+
+def count_step(cls: type, case: Case, device: torch.device, emulated: Any) -> Counted:
+    """Take three steps, with no wait between them, which would hide what is used too early."""
+    spent: list[Counts] = []
+
+    def apart(hook: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            with emulated.counting() as counting:
+                result = hook(*args, **keywords)
+            spent.append(counting.counts)
+            return result
+
+        return call
+
     with engineless():
-        steps = Steps(cls, case, device, kinds=3 if scattered else 1)
+        steps = Steps(cls, case, device)
         torch.npu.synchronize()
-        with emulated.counting() as whole:
+        with around_hooks(steps.model, apart), emulated.counting() as whole:
             for number in range(3):
-                steps.prepare()
-                steps.place(number if scattered else 0)
+                _lengthen_chunk(steps, number)
+                spent.clear()
                 with emulated.counting() as counting:
                     steps.take()
-    # A wait between the steps would hide what is used too early; the bench makes none.
-    assert whole.counts.host_syncs in (0, 3 * counting.counts.host_syncs)
-    return counting, steps.runner
+    counts = counting.counts
+    for own in spent:
+        counts = counts - own
+    return Counted(counts, whole.hazards, steps)
 
 
-def check_step(
-    cls: type, rows: int, hook: Hook, updates: Updates, resident: bool, scattered: bool, *where: Any
-) -> None:
+def _lengthen_chunk(steps: Steps, by: int) -> None:
+    """The same rows with a longer chunk, so that every step has offsets of its own."""
+    rows = tuple(replace(each, span=each.span + by * (each.request == "prompt")) for each in steps.rows)
+    starts = [0, *itertools.accumulate(each.span for each in rows)]
+    steps.runner.query_start_loc.np[: len(starts)] = starts
+    steps._scheduled, steps._tokens = scheduler_output(rows), starts[-1]
+
+
+def check_step(cls: type, case: Case, device: torch.device, emulated: Any) -> None:
     """One transfer and one wait at most, one pinned upload at most, no hazard; results right and owned (T9)."""
-    counting, runner = count_step(cls, rows, hook, updates, resident, *where, scattered)
-    counts, talker = counting.counts, runner.model
-    to_host = int(not resident or bool(talker.frame_marks))
+    counts, hazards, steps = count_step(cls, case, device, emulated)
+    assert not hazards
+    scattered, marks = case.mix == "mixed", case.updates == "qwen3-tts"
+    to_host = int(not case.resident or marks)
     assert (counts.d2h, counts.host_syncs) == (to_host, to_host)
     # Rows in sequence need no index.
-    assert (counts.h2d_async, counts.h2d_sync) == (int(scattered and rows > 1), 0)
-    counting.assert_no_hazards()
-    # Nothing that grows with rows. Scattered: a hook call on each side of the chunk, and what the chunk itself stores.
-    # For one transfer, marks of rows that leave the device are joined, and codes and updates that leave it packed.
-    packed = updates == "talker" and not resident
-    limit = 12 + bool(talker.frame_marks) + packed if scattered else 9
+    assert (counts.h2d_async, counts.h2d_sync) == (int(scattered and case.rows > 1), 0)
+    # A scalar row: its three parts one by one, and its mark. One more where codes and marks leave the device packed.
+    limit = 9 if case.hook == "batched" else (3 + marks) * case.rows + 5
+    limit += 4 * scattered + (marks and not case.resident)
     assert counts.d2d + counts.kernels <= limit, (counts.d2d, counts.kernels)
+    codes = steps.model.talker_mtp(torch.empty(case.rows))[1]
+    wanted = codes.tolist()
     with torch.inference_mode():
-        talker.codes.zero_()
-    for number in range(rows):
-        info = runner.model_intermediate_buffer[f"r{number}"]
-        codes = info["codes"]["audio"]
-        assert codes.device.type == ("npu" if resident else "cpu")
-        assert codes.tolist() == [list(range(16 * number, 16 * number + 16))]
-        if talker.frame_marks:
+        codes.zero_()
+    for number in range(case.rows):
+        info = steps.live()[f"r{number}"]
+        stored = info["codes"]["audio"]
+        assert stored.device.type == ("npu" if case.resident else "cpu")
+        assert stored.tolist() == [wanted[number]]
+        if marks:
             assert info["meta"]["codec_frame_valid"].item() is True
-        if updates == "talker":
-            assert info["meta"]["talker_text_offset"] == 2
+            assert info["meta"]["talker_text_offset"] == 3
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["sequence", "scattered"])
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "host"])
-@pytest.mark.parametrize("updates", ["toy", "talker"])
+@pytest.mark.parametrize("updates", ["toy", "qwen3-tts"])
 @pytest.mark.parametrize("hook", ["batched", "scalar"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_transfers_and_waits_do_not_grow_with_rows(
@@ -94,7 +110,12 @@ def test_transfers_and_waits_do_not_grow_with_rows(
     device: Any,
     emulated: Any,
 ) -> None:
-    check_step(runner.autoregressive, rows, hook, updates, resident, scattered, device, emulated)
+    mix: Mix = "mixed" if scattered else "decode"
+    check_step(runner.autoregressive, Case(rows, HIDDEN, hook, mix, updates, resident, chunk=2), device, emulated)
+
+
+def _toys(resident: bool, mix: Mix = "decode") -> Case:
+    return Case(8, HIDDEN, "batched", mix, resident=resident, chunk=2)
 
 
 # Mutants of the helper, each caught by the same check.
@@ -136,7 +157,7 @@ def _copied_one_by_one(helper: Any, blocks: Any) -> list[torch.Tensor]:
         ({(AscendBufferHelper, "snapshot"): _not_copied}, True, AssertionError, "0, 0, 0, 0"),
         ({(PinnedStaging, "_free_slot"): _reused_early}, True, AssertionError, "pinned source"),
         ({(AscendBufferHelper, "fetch"): _copied_one_by_one}, False, AssertionError, r"\(8, 8\) == \(1, 1\)"),
-        ({(AscendBufferHelper, "copy"): _row_copies}, True, AssertionError, r"<= 12"),
+        ({(AscendBufferHelper, "copy"): _row_copies}, True, AssertionError, r"<= 13"),
     ],
     ids=["pageable-upload", "int32-index", "missing-snapshot", "early-reuse", "per-tensor-copies", "per-row-copies"],
 )
@@ -153,31 +174,34 @@ def test_mutants_of_the_helper_are_caught(
     for (owner, name), mutated in changes.items():
         monkeypatch.setattr(owner, name, mutated)
     with pytest.raises(expected, match=caught):
-        check_step(runner.autoregressive, 8, "batched", "toy", resident, True, device, emulated)
+        check_step(runner.autoregressive, _toys(resident, "mixed"), device, emulated)
     torch.npu.synchronize()
 
 
 def test_the_released_runner_aliases(device: Any, emulated: Any) -> None:
     """It asks `is_cuda` before it copies, which no NPU tensor answers with yes."""
     released = verify.load_runner("npu-v1").autoregressive
-    _, instance = count_step(released, 8, "batched", "toy", False, device, emulated)
+    *_, steps = count_step(released, _toys(resident=False), device, emulated)
     with torch.inference_mode():
-        instance.model.codes.zero_()
-    assert instance.model_intermediate_buffer["r3"]["codes"]["audio"].eq(0).all()
+        steps.model.talker_mtp(torch.empty(8))[1].zero_()
+    assert steps.live()["r3"]["codes"]["audio"].eq(0).all()
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "host"])
 def test_host_tensors_are_stored_beside_device_tensors(
-    resident: bool, runner: verify.RunnerClasses, device: Any, emulated: Any, monkeypatch: pytest.MonkeyPatch
+    resident: bool, runner: verify.RunnerClasses, device: Any, emulated: Any
 ) -> None:
     """Codes that MTP makes on the host, and a host tensor among a hook's updates, resident or not, as released."""
     made = torch.arange(128).reshape(8, 16)
-    monkeypatch.setattr(Talker, "talker_mtp", lambda talker, ids, *rest, **_: (talker.hidden[: ids.shape[0]], made))
     own = {"hidden_states": {"last": torch.ones(4)}, "x": made}
-    monkeypatch.setattr(talkers.Qwen3Tts, "batched", lambda talker, rows: [own] * 8)
-    monkeypatch.setattr(talkers, "_anew", lambda updates: updates)
-    counting, instance = count_step(runner.autoregressive, 8, "batched", "talker", resident, device, emulated)
-    info = instance.model_intermediate_buffer["r3"]
+    with engineless():
+        steps = Steps(runner.autoregressive, _toys(resident), device)
+        embeds = torch.ones(8, HIDDEN, dtype=torch.bfloat16, device=device)
+        steps.model.talker_mtp = lambda *_, **__: (embeds, made)
+        steps.model.preprocess_decode_batch = lambda input_ids, req_infos: (input_ids, *[embeds] * 3, [own] * 8)
+        with emulated.counting() as counting:
+            steps.take()
+    info = steps.live()["r3"]
     assert info["codes"]["audio"].tolist() == [list(range(48, 64))]
     assert info["codes"]["audio"].data_ptr() != made[3:4].data_ptr()
     assert info["hidden_states"]["last"].tolist() == [1.0] * 4
@@ -187,17 +211,17 @@ def test_host_tensors_are_stored_beside_device_tensors(
 
 
 def test_what_postprocess_stores_leaves_together(runner: verify.RunnerClasses, device: Any, emulated: Any) -> None:
-    _, instance = count_step(runner.autoregressive, 8, "batched", "toy", True, device, emulated)
-    instance.model.gpu_resident_buffer_keys = set()
-    hidden = torch.arange(8.0 * HIDDEN).reshape(8, HIDDEN).to(device)
-    scheduled = scheduler_output(tuple(row(f"r{n}", 2, 2, 1, MTP) for n in range(8)))
+    *_, steps = count_step(runner.autoregressive, _toys(resident=True), device, emulated)
+    steps.model.gpu_resident_buffer_keys = set()
+    with torch.inference_mode():
+        steps.hidden[:8].copy_(torch.arange(8).unsqueeze(1).expand(8, HIDDEN))
     torch.npu.synchronize()
     with emulated.counting() as counting, torch.inference_mode():
-        instance._process_additional_information_updates(hidden, None, [1] * 8, scheduled)
+        steps.postprocess(steps.rows)
     assert (counting.counts.d2h, counting.counts.host_syncs) == (1, 1)
-    hidden.zero_()
-    kept = instance.model_intermediate_buffer["r5"]["hidden_states"]["last"]
-    assert kept.tolist() == [[float(5 * HIDDEN + column) for column in range(HIDDEN)]]
+    with torch.inference_mode():
+        steps.hidden.zero_()
+    assert steps.live()["r5"]["hidden_states"]["last"].tolist() == [[5.0] * HIDDEN]
 
 
 def test_mixed_rows_leave_no_hazard(runner: verify.RunnerClasses, device: Any, emulated: Any) -> None:
