@@ -11,9 +11,9 @@ from typing import Literal
 from omni_npu_phase import contract
 from omni_npu_phase.lint import operations
 from omni_npu_phase.lint.effects import is_logger
-from omni_npu_phase.lint.expressions import Expressions, Frame, copied
+from omni_npu_phase.lint.expressions import Expressions, Frame, _named, copied
 from omni_npu_phase.lint.source import Model
-from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, derived, joined
+from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, derived, entries, joined
 
 Flow = Literal["next", "return", "raise", "loop"]
 """How it goes on after a statement."""
@@ -21,6 +21,7 @@ Flow = Literal["next", "return", "raise", "loop"]
 _DEPTH = 8
 _STATEMENTS = 20_000
 """Beyond these, calls are not followed any further."""
+_CHANGING = frozenset({"append", "add", "extend", "insert", "update", "setdefault", "pop", "remove", "discard", "clear"})
 _TYPES: Mapping[str, type] = {
     "bool": bool,
     "int": int,
@@ -52,8 +53,10 @@ class Calls(Expressions):
         else:
             function = self._eval(node.func, frame)
         given, named, unpacked = self._arguments(node, frame)
+        chosen = function.chosen
         if function.callee is not None:
-            return self._call(function.callee, given, named, unpacked, (*frame.chain, id(node)))
+            made = self._call(function.callee, given, named, unpacked, (*frame.chain, id(node)))
+            return self._chosen(made, chosen)
         if function.made_by is not None:
             return self._made(function.made_by, given, named, unpacked, frame, node)
         if isinstance(node.func, ast.Name):
@@ -67,11 +70,11 @@ class Calls(Expressions):
             if is_logger(node.func):
                 return Value()
             self._escaped([*given, *named.values()], frame)
-            base = [] if holder.module else [holder]
+            base = [Value(chosen=chosen)] if holder.module else [holder]
             return derived([*base, *given, *named.values(), *([unpacked] if unpacked else [])])
         if not is_logger(node.func):
             self._escaped([*given, *named.values()], frame)
-        return derived([*given, *named.values(), *([unpacked] if unpacked else [])])
+        return derived([Value(chosen=chosen), *given, *named.values(), *([unpacked] if unpacked else [])])
 
     @staticmethod
     def _is_super(node: ast.expr) -> bool:
@@ -115,7 +118,7 @@ class Calls(Expressions):
         self._bind(callee, list(given), dict(named), unpacked, frame)
         if top:
             self.top = frame
-        unsure = self.unsure
+        unsure, under = self.unsure, self.under
         self.stack.append(callee.node)
         try:
             if isinstance(callee.node, ast.Lambda):
@@ -123,7 +126,7 @@ class Calls(Expressions):
             flow = self._block(callee.node.body, frame)
         finally:
             self.stack.pop()
-            self.unsure = unsure
+            self.unsure, self.under = unsure, under
         if flow == "raise" and not frame.returned:
             raise operations.BrokenError
         returned = frame.returned or [Value(const=None)]
@@ -219,8 +222,13 @@ class Calls(Expressions):
             if not isinstance(key, str):
                 return Value()
             if name == "getattr":
-                return self._attribute(first, key, frame)
-            return Value(const=True) if first.items is not None and key in first.items else Value()
+                chosen = given[1].chosen
+                if given[1].span or given[1].fields:
+                    chosen |= self._tested(place.node, given[1], key, frame, (True, True))
+                return self._chosen(self._attribute(first, key, frame), chosen)
+            if first.items is not None and key in first.items:
+                return Value(const=True)
+            return Value(state=first.state or first.module, keys=frozenset({_named(first, key)}))
         if name == "setattr" and len(given) == 3 and isinstance(given[1].const, str):
             self._store(first, given[1].const, given[2], Place(place.source, _loaded_attribute(place.node)), frame)
             return Value(const=None)
@@ -235,9 +243,14 @@ class Calls(Expressions):
         if name in ("list", "tuple", "reversed", "sorted"):
             return copied(first) if name in ("list", "tuple") else derived(given)
         if name == "enumerate" or name == "zip":
+            lists = [entries(each) for each in given]
+            count = min((len(each) for each in lists if each is not None), default=0)
+            if None not in lists:
+                rows = [[each[at] for each in lists if each is not None] for at in range(count)]
+                numbers = [[Value(const=at, span=first.span)] if name == "enumerate" else [] for at in range(count)]
+                return Value(elements=[Value(elements=[*numbers[at], *rows[at]]) for at in range(count)])
             inner = [each.each or derived([each]) for each in given]
-            parts = [Value(), *inner] if name == "enumerate" else inner
-            return Value(each=Value(elements=parts))
+            return Value(each=Value(elements=[Value(), *inner] if name == "enumerate" else inner))
         return None
 
     def _dict(self, made: Value, named: Mapping[str, Value], frame: Frame, place: Place) -> Value:
@@ -278,6 +291,8 @@ class Calls(Expressions):
         frame: Frame,
         place: Place,
     ) -> Value | None:
+        if name in _CHANGING and holder.state:
+            self.observed.stored |= holder.keys
         if name in ("get", "pop", "setdefault", "__getitem__") and given:
             key = given[0]
             if name == "pop":
@@ -317,6 +332,8 @@ class Calls(Expressions):
             return given[0]
         if name in operations.KEEPING_ROWS and given and (number := operations.only_number(given[0])) is not None:
             return number
+        if name == "item" and holder.shape and holder.shape[0].const not in (1, UNKNOWN):
+            raise operations.BrokenError
         if name in operations.SAME_ROWS and (number := operations.only_number(holder)) is not None:
             return number
         if name == "Size" and given and given[0].elements is not None:
@@ -324,6 +341,7 @@ class Calls(Expressions):
         if name in operations.SAME_ROWS and (holder.shape is not None or name != "item"):
             made = derived([holder])
             made.shape, made.checked, made.begun = holder.shape, holder.checked, holder.begun
+            made.measured = holder.measured
             made.elements = holder.elements
             return made
         if name in ("reshape", "view", "flatten", "unsqueeze", "squeeze", "expand"):
@@ -339,7 +357,7 @@ class Calls(Expressions):
     def _narrow(self, holder: Value, start: Value, length: Value, place: Place, frame: Frame) -> Value:
         if start.keys and length.span:
             self._event("slice", place, frame, start, start.keys)
-        return derived([holder, length])
+        return derived([holder, start, length])
 
 
 def _loaded_attribute(call: ast.AST) -> ast.AST:

@@ -14,8 +14,8 @@ from omni_npu_phase import contract
 from omni_npu_phase.lint import operations
 from omni_npu_phase.lint.effects import touches
 from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError
-from omni_npu_phase.lint.trace import Event, Row, Test, Trace
-from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, concrete, derived, joined, truth
+from omni_npu_phase.lint.observed import Event, Row, Test, Observed
+from omni_npu_phase.lint.values import UNKNOWN, Callee, Key, Place, Value, concrete, derived, entries, joined, truth
 
 
 @dataclass(slots=True)
@@ -38,10 +38,10 @@ class Frame:
 class Expressions(ABC):
     """The expressions of a hook, for one row. ``fields``: whether the runner passes the three fields."""
 
-    def __init__(self, model: Model, row: Row, fields: bool, trace: Trace) -> None:
+    def __init__(self, model: Model, row: Row, fields: bool, observed: Observed) -> None:
         self.row = row
         self.fields = fields
-        self.trace = trace
+        self.observed = observed
         self.this = Value(instance=model, items={}, module=True)
         self.model = model
         self.top: Frame | None = None
@@ -49,6 +49,7 @@ class Expressions(ABC):
         self.statements = 0
         self.asked = 0
         self.stack: list[ast.AST] = []
+        self.under: frozenset[Key] = frozenset()
 
     @abstractmethod
     def _call(
@@ -65,20 +66,36 @@ class Expressions(ABC):
         self,
         node: ast.AST,
         test: Value,
-        outcome: bool | None,
+        outcome: bool | int | str | None,
         frame: Frame,
         touches: tuple[bool, bool],
         followed: bool = True,
-    ) -> None:
-        if not any(touches):
-            return
+    ) -> frozenset[Key]:
         key = (self.fields, *frame.chain, id(node))
         place = test.test or Place(frame.source, getattr(node, "test", node))
-        seen = self.trace.tests.setdefault(key, Test(place, touches, followed))
+        seen = self.observed.tests.setdefault(key, Test(place, touches, followed))
         if test.test is not None:
             seen.place = place
         name = self.row.name
-        seen.outcomes[name] = outcome if seen.outcomes.get(name, outcome) == outcome else None
+        if seen.outcomes.setdefault(name, outcome) != outcome:
+            seen.outcomes[name] = None
+            seen.mixed = True
+        if outcome is None:
+            seen.made_of.append(test)
+        return frozenset({key})
+
+    def _chosen(self, value: Value, tests: frozenset[Key] | None = None) -> Value:
+        """The same value, made under these tests, or under those that lead here."""
+        tests = self.under if tests is None else tests
+        if tests <= value.chosen or value is self.this:
+            return value
+        if value.items is None and (value.state or value.instance is not None):
+            value.items = {}  # what is stored in one is stored in the other
+        made = copied(value)
+        made.chosen = value.chosen | tests
+        if value.elements is not None:
+            made.elements = [self._chosen(each, tests) for each in value.elements]
+        return made
 
     def _escaped(self, values: Sequence[Value], frame: Frame) -> None:
         """A phase that goes where it is not followed decides there."""
@@ -100,7 +117,7 @@ class Expressions(ABC):
         keys: frozenset[str] = frozenset(),
     ) -> None:
         where = place or Place(frame.source, frame.node)
-        self.trace.events.append(Event(kind, where, self.row, not self.unsure, value, keys))
+        self.observed.events.append(Event(kind, where, self.row, not self.unsure, value, keys, self.under))
 
     def _removed(self, holder: Value, key: Value, node: ast.AST, frame: Frame) -> None:
         if holder.live and key.const in contract.FIELDS:
@@ -113,14 +130,20 @@ class Expressions(ABC):
 
     def _assign(self, target: ast.expr, value: Value, frame: Frame) -> None:
         if isinstance(target, ast.Name):
-            frame.env[target.id] = value
+            frame.env[target.id] = self._chosen(value)
             if target.id in frame.shared:
                 self._escaped([value], frame)
         elif isinstance(target, (ast.Tuple, ast.List)):
-            known = value.elements
+            known = entries(value)
+            starred = [at for at, each in enumerate(target.elts) if isinstance(each, ast.Starred)]
+            if known is not None and starred:
+                first, last = starred[0], len(known) - (len(target.elts) - 1 - starred[0])
+                known = [*known[:first], Value(elements=known[first:last], span=value.span), *known[last:]]
             if known is not None and len(known) == len(target.elts):
                 for each, part in zip(target.elts, known, strict=True):
                     self._assign(each, part, frame)
+            elif value.shape is not None and known is not None:
+                raise operations.BrokenError
             else:
                 for each in target.elts:
                     self._assign(each, value.each or derived([value]), frame)
@@ -140,8 +163,9 @@ class Expressions(ABC):
     def _store(self, holder: Value, key: str, value: Value, place: Place, frame: Frame) -> None:
         if key in contract.FIELDS and isinstance(place.node, (ast.Subscript, ast.Call, ast.AugAssign, ast.Dict)):
             self._event("runner-field", place, frame, Value(const=key))
-        self._kept(frozenset({key}), value)
+        self._kept(frozenset({_named(holder, key)}), value)
         self._keyed(key, value, place, frame)
+        value = self._chosen(value)
         if holder.state or holder.instance is not None:
             self._escaped([value], frame)
         if holder.items is None:
@@ -158,8 +182,9 @@ class Expressions(ABC):
             self._event("mtp", place, frame, value)
 
     def _kept(self, keys: frozenset[str], value: Value) -> None:
+        self.observed.stored |= keys
         if value.span:
-            self.trace.advanced |= keys
+            self.observed.advanced |= keys
 
     def _update(
         self, holder: Value, given: Sequence[Value], named: Mapping[str, Value], place: Place, frame: Frame
@@ -272,6 +297,14 @@ class Expressions(ABC):
     def _eval_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, frame: Frame) -> Value:
         saved = dict(frame.env)
         over = [self._eval(each.iter, frame) for each in node.generators]
+        known = entries(over[0])
+        if len(over) == 1 and not node.generators[0].ifs and known is not None and len(known) <= 16:
+            parts: list[Value] = []
+            for part in known:
+                self._assign(node.generators[0].target, part, frame)
+                parts.append(self._eval(node.elt, frame))
+            frame.env = saved
+            return Value(elements=parts, span=over[0].span)
         for each, values in zip(node.generators, over, strict=True):
             self._assign(each.target, values.each or derived([values]), frame)
         inner = self._eval(node.elt, frame)
@@ -279,6 +312,17 @@ class Expressions(ABC):
         return derived([*over, inner])
 
     _eval_setcomp = _eval_generatorexp = _eval_listcomp
+
+    def _eval_joinedstr(self, node: ast.JoinedStr, frame: Frame) -> Value:
+        parts = [self._eval(each, frame) for each in node.values]
+        result = derived(parts)
+        if all(part.const is not UNKNOWN for part in parts):
+            result.const = "".join(str(part.const) for part in parts)
+        return result
+
+    def _eval_formattedvalue(self, node: ast.FormattedValue, frame: Frame) -> Value:
+        value = self._eval(node.value, frame)
+        return opened(value) if node.format_spec is not None or node.conversion != -1 else value
 
     def _eval_lambda(self, node: ast.Lambda, frame: Frame) -> Value:
         return Value(callee=Callee(frame.source, node, frame.owner, None, frame))
@@ -294,7 +338,7 @@ class Expressions(ABC):
     def _eval_ifexp(self, node: ast.IfExp, frame: Frame) -> Value:
         test = self._eval(node.test, frame)
         outcome = truth(test)
-        self._tested(node, test, outcome, frame, (touches([node.orelse]), touches([node.body])))
+        key = self._tested(node, test, outcome, frame, (touches([node.orelse]), touches([node.body])))
         if outcome is not None:
             value = self._eval(node.body if outcome else node.orelse, frame)
         else:
@@ -304,7 +348,7 @@ class Expressions(ABC):
         if test.span and value.test is None and not value.alternatives:
             value = copied(value)
             value.span, value.test = True, test.test
-        return value
+        return self._chosen(value, key)
 
     def _eval_boolop(self, node: ast.BoolOp, frame: Frame) -> Value:
         """Python's own, with a third outcome: what is not known decides nothing, a later operand may."""
@@ -334,6 +378,9 @@ class Expressions(ABC):
     @staticmethod
     def _tagged(value: Value, parts: Sequence[Value]) -> Value:
         made = derived(parts)
+        if made.fields and not value.fields:
+            value = copied(value)
+            value.fields = True
         if not made.span or (value.span and value.test is not None):
             return value
         value = copied(value)
@@ -377,6 +424,8 @@ class Expressions(ABC):
             result.test = Place(frame.source, node)
         if any(side.span for side in sides):
             result.lengths += [side.length_of for side in sides if side.length_of is not None]
+            for length in result.lengths:
+                length.measured = True
         return result
 
     def _compared(self, op: ast.cmpop, left: Value, right: Value) -> bool | None:
@@ -384,7 +433,7 @@ class Expressions(ABC):
         if isinstance(op, (ast.In, ast.NotIn)):
             if one in contract.FIELDS and other is UNKNOWN:
                 self.asked += 1
-                self.trace.asked = True
+                self.observed.asked = True
                 return self.fields is isinstance(op, ast.In)
             if one is UNKNOWN or other is UNKNOWN:
                 return None
@@ -454,7 +503,8 @@ class Expressions(ABC):
     def _child(holder: Value, name: str, module: bool = False) -> Value:
         if holder.items is None:
             holder.items = {}
-        return holder.items.setdefault(name, Value(state=True, keys=frozenset({name}), module=module))
+        keys = frozenset({_named(holder, name)})
+        return holder.items.setdefault(name, Value(state=True, keys=keys, module=module))
 
     def _key(self, holder: Value, key: Value, default: Value | None, frame: Frame, place: Place) -> Value:
         name = key.const
@@ -468,10 +518,12 @@ class Expressions(ABC):
             if holder.items is not None:
                 return default or Value()
         if holder.items is not None and not holder.state:
-            if key.span and name is not UNKNOWN:
-                self._tested(place.node, key, repr(name) in holder.items, frame, (True, True))
+            tests = key.chosen
+            if (key.span or key.fields) and name is not UNKNOWN:
+                outcome = repr(name) in holder.items and repr(name)
+                tests |= self._tested(place.node, key, outcome, frame, (True, True))
             if repr(name) in holder.items or name is not UNKNOWN:
-                return holder.items.get(repr(name), default or Value())
+                return self._chosen(holder.items.get(repr(name), default or Value()), tests)
         if holder.each is not None:
             return holder.each
         return derived([holder])
@@ -480,10 +532,10 @@ class Expressions(ABC):
         if default is not None and default.const not in (UNKNOWN, None) and not default.span:
             self._event("field-default", place, frame, Value(const=name))
         self.asked += 1
-        self.trace.asked = True
+        self.observed.asked = True
         if self.fields:
-            self.trace.reads.add(name)
-            return Value(const=self.row.fields[name], read=name)
+            self.observed.reads.add(name)
+            return Value(const=self.row.fields[name], read=name, fields=name != contract.PROMPT_LEN)
         if default is None:
             raise operations.BrokenError
         return default
@@ -496,15 +548,18 @@ class Expressions(ABC):
         if isinstance(node.slice, ast.Tuple) and node.slice.elts and isinstance(node.slice.elts[0], ast.Slice):
             return self._slice(holder, node.slice.elts[0], place, frame)
         key = self._eval(node.slice, frame)
-        if isinstance(key.const, bool) and key.span:
-            self._tested(node, key, key.const, frame, (True, True))
+        tests = key.chosen
+        if holder.elements is not None and isinstance(key.const, int) and (key.span or key.fields):
+            tests |= self._tested(node, key, key.const, frame, (True, True))
         if holder.elements is not None and isinstance(key.const, int) and -len(holder.elements) <= key.const:
             if key.const < len(holder.elements):
-                return holder.elements[key.const]
+                return self._chosen(holder.elements[key.const], tests)
             return Value()
-        if isinstance(key.const, str) or holder.items is not None or holder.each is not None:
+        known = holder.items is not None and not (holder.state and not holder.keywords)
+        if isinstance(key.const, str) or known or holder.each is not None:
             return self._key(holder, key, None, frame, place)
-        part = derived([holder, Value(span=key.span)])
+        part = derived([holder, Value(span=key.span, fields=key.fields, chosen=key.chosen)])
+        part.keys |= key.keys
         part.part = holder.part or isinstance(key.const, int) or key.span
         return part
 
@@ -520,9 +575,12 @@ class Expressions(ABC):
         if node.lower is None and upper is None:
             return holder
         bounds = [lower] if upper is None else [lower, upper]
-        result = derived([Value(span=each.span) for each in bounds])
+        result = derived([Value(span=each.span, fields=each.fields, chosen=each.chosen) for each in (*bounds, holder)])
         result.state, result.keys, result.part = holder.state, holder.keys, True
-        result.span = result.span or holder.span
+        result.measured = holder.measured
+        beyond = upper is None or upper.span or upper.fields
+        ends = upper is not None and upper.fields and not holder.state
+        result.cut = holder.cut or ends or (beyond and holder.state and lower.fields)
         result.shape = _cut(holder.shape, lower, upper)
         if upper is None:
             result.begun = lower.keys if not lower.span else frozenset()
@@ -541,6 +599,11 @@ def _cut(shape: list[Value] | None, lower: Value, upper: Value | None) -> list[V
     if not shape or not isinstance(shape[0].const, int) or not all(isinstance(end, int | None) for end in ends):
         return None
     return [Value(const=len(range(shape[0].const)[slice(*ends)]), span=True), *shape[1:]]
+
+
+def _named(holder: Value, name: str) -> str:
+    """The name under which something is kept: attributes of the model apart from keys of a request."""
+    return f"self.{name}" if holder.module or holder.instance is not None else name
 
 
 def copied(value: Value) -> Value:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ SAME_ROWS = frozenset(
 
 
 _LONG = (str, bytes, list, tuple)
+_PLAIN = re.compile(r"(?:[^%]|%[sd])*")
 
 
 def binary(op: ast.operator, left: Value, right: Value) -> Value:
@@ -68,8 +70,9 @@ def binary(op: ast.operator, left: Value, right: Value) -> Value:
     one, other = concrete(left), concrete(right)
     # Texts and lists are put together only: repeated or formatted they can be of any length.
     grows = isinstance(one, _LONG) or isinstance(other, _LONG)
+    plain = isinstance(op, ast.Mod) and isinstance(one, str) and _PLAIN.fullmatch(one) is not None
     known = one is not UNKNOWN and other is not UNKNOWN
-    if known and type(op) in _ARITHMETIC and (isinstance(op, ast.Add) or not grows):
+    if known and type(op) in _ARITHMETIC and (isinstance(op, ast.Add) or plain or not grows):
         try:
             result.const = _ARITHMETIC[type(op)](one, other)
         except TypeError as error:

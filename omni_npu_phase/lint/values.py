@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from omni_npu_phase.lint.source import Function, Model, Source
 
 UNKNOWN: Final = object()
+Key = tuple[Any, ...]
+"""A test of a hook: its node, behind the calls that lead to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,15 @@ class Value:
     """What is left of the value kept under these names when the span is cut off its front."""
     alternatives: list[Value] = field(default_factory=list)
 
+    fields: bool = False
+    """Follows from the runner's progress, or from its phase."""
+    chosen: frozenset[Key] = frozenset()
+    """The tests under which it was made."""
+    cut: bool = False
+    """Rows up to where the prompt ends, even if the span goes beyond it."""
+    measured: bool = False
+    """Its length is compared with the span."""
+
 
 def concrete(value: Value) -> Any:
     """The Python value, also of a tuple of known values; :data:`UNKNOWN` otherwise."""
@@ -121,7 +132,11 @@ def derived(values: Iterable[Value]) -> Value:
     """Something unknown that is made from these."""
     parts = list(_flat(values))
     kept = [part for part in parts if part.state]
+    rows = [part for part in parts if part.state or part.span]
     return Value(
+        fields=any(part.fields for part in parts),
+        chosen=frozenset().union(*(part.chosen for part in parts)),
+        cut=bool(rows) and all(part.cut for part in rows),
         span=any(part.span for part in parts),
         state=bool(kept),
         keys=frozenset().union(*(part.keys for part in parts)),
@@ -129,6 +144,15 @@ def derived(values: Iterable[Value]) -> Value:
         test=next((part.test for part in parts if part.test is not None), None),
         lengths=_once(length for part in parts for length in part.lengths),
     )
+
+
+def entries(value: Value) -> list[Value] | None:
+    """What iteration gives, where its number is known: the parts of a tuple, or the rows of a tensor."""
+    if value.elements is not None or not value.shape or not isinstance(value.shape[0].const, int):
+        return value.elements
+    row = derived([value])
+    row.shape, row.part = value.shape[1:], True
+    return [row] * value.shape[0].const
 
 
 def _flat(values: Iterable[Value], depth: int = 0) -> Iterable[Value]:
@@ -158,6 +182,10 @@ def joined(one: Value, other: Value) -> Value:
         shape = shape if known else None
     kept = [value for value in (one, other) if value.state]
     return Value(
+        fields=one.fields and other.fields,
+        chosen=one.chosen | other.chosen,
+        cut=one.cut and other.cut,
+        measured=one.measured or other.measured,
         const=one.const if same else UNKNOWN,
         elements=elements,
         items=items,

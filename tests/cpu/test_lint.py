@@ -26,7 +26,7 @@ from omni_npu_phase.lint.findings import judge
 from omni_npu_phase.lint.report import Report
 from omni_npu_phase.lint.rules import RULES, SEVERITIES
 from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError, module_file, read
-from omni_npu_phase.lint.trace import ROWS, Trace
+from omni_npu_phase.lint.observed import ROWS, Observed
 from omni_npu_phase.lint.walk import Walk
 from tests.cpu.lint_cases import CASES, SPAN, Case
 
@@ -225,7 +225,7 @@ def test_tests_give_what_python_gives(test: str) -> None:
     """For every row, whatever the test is made of."""
     source = f"class M:\n def preprocess(self, input_ids, **info):\n  if {test}:\n   return self.a()\n  return self.b()"
     (model,) = _models_of(source)
-    trace = Trace()
+    trace = Observed()
     method = model.method("preprocess")
     assert method is not None
     for row in ROWS:
@@ -581,10 +581,10 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _walked_with_fields(model: Model, kind: str, method: Method) -> findings.Seen:
-    trace = Trace()
+    trace = Observed()
     for row in ROWS:
         Walk(model, row, True, trace).hook(method, kind)
-    return findings.Seen(model, kind, trace, Trace())
+    return findings.Seen(model, kind, trace, Observed())
 
 
 def test_nothing_is_wrong_without_a_mutant(sources: list[tuple[Case, Source]]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from omni_npu_phase import contract
-from omni_npu_phase.lint.values import Place, Value
+from omni_npu_phase.lint.values import Key, Place, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +30,11 @@ class Row:
 
 
 CHUNK, MIDDLE, LAST = Row("chunk", 9, 0, 4), Row("middle", 9, 4, 4), Row("last", 9, 5, 4)
+CROSSING = Row("crossing", 9, 4, 8)
 WHOLE = Row("whole", 9, 0, 9)
 TAIL = Row("tail", 9, 8, 1)
 DECODE, LONG_DECODE = Row("decode", 9, 9, 1), Row("long decode", 9, 9, 2)
-ROWS = (CHUNK, MIDDLE, LAST, WHOLE, TAIL, DECODE, LONG_DECODE)
+ROWS = (CHUNK, MIDDLE, LAST, CROSSING, WHOLE, TAIL, DECODE, LONG_DECODE)
 
 
 @dataclass(slots=True)
@@ -45,8 +45,18 @@ class Test:
     touches: tuple[bool, bool]
     """Whether the hook does something where the test fails, and where it holds."""
     followed: bool = True
-    """Whether it is seen what the test chooses; a value that goes elsewhere may say anything."""
-    outcomes: dict[str, bool | None] = field(default_factory=dict)
+    """Whether it is seen what the test chooses. A value that leaves the walk may choose anything."""
+    outcomes: dict[str, bool | int | str | None] = field(default_factory=dict)
+    """By the row's name; where one of several things is chosen by its name or number, that."""
+    mixed: bool = False
+    """Whether it gave several outcomes for one row, in a loop."""
+    made_of: list[Value] = field(default_factory=list)
+    """What was tested, where the outcome is unknown."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether the hook does something on one of its sides."""
+        return any(self.touches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +69,20 @@ class Event:
     certain: bool
     value: Value
     keys: frozenset[str] = frozenset()
+    under: frozenset[Key] = frozenset()
+    """The tests that lead here."""
 
 
 @dataclass(slots=True)
-class Trace:
+class Observed:
     """What the walks of one hook saw."""
 
-    tests: dict[tuple[Any, ...], Test] = field(default_factory=dict)
+    tests: dict[Key, Test] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     reads: set[str] = field(default_factory=set)
     asked: bool = False
     """Whether the hook looks for a field at all."""
     advanced: set[str] = field(default_factory=set)
     """Names under which the hook keeps something made from the span."""
+    stored: set[str] = field(default_factory=set)
+    """Names under which it keeps anything."""
