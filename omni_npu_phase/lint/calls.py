@@ -21,7 +21,9 @@ Flow = Literal["next", "return", "raise", "loop"]
 _DEPTH = 8
 _STATEMENTS = 20_000
 """Beyond these, calls are not followed any further."""
-_CHANGING = frozenset({"append", "add", "extend", "insert", "update", "setdefault", "pop", "remove", "discard", "clear"})
+_CHANGING = frozenset(
+    {"append", "add", "extend", "insert", "update", "setdefault", "pop", "remove", "discard", "clear"}
+)
 _TYPES: Mapping[str, type] = {
     "bool": bool,
     "int": int,

@@ -42,7 +42,6 @@ def look_at(model: str) -> list[Look]:
     A folder's ``config.json`` names the architecture, and the installed vLLM-Omni its class. Where that class has no
     hook, or the look cannot tell, its family's other classes are looked at too. Raises :class:`UnknownModelError`.
     """
-    source.read.cache_clear()
     try:
         return _look_at_checkpoint(Path(model)) if Path(model).is_dir() else _look_at_module(model)
     except UnreadableError as error:

@@ -13,8 +13,8 @@ from typing import Any
 from omni_npu_phase import contract
 from omni_npu_phase.lint import operations
 from omni_npu_phase.lint.effects import touches
+from omni_npu_phase.lint.observed import Event, Observed, Row, Test
 from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError
-from omni_npu_phase.lint.observed import Event, Row, Test, Observed
 from omni_npu_phase.lint.values import UNKNOWN, Callee, Key, Place, Value, concrete, derived, entries, joined, truth
 
 
@@ -462,7 +462,7 @@ class Expressions(ABC):
         if name == "shape":
             if holder.shape is not None:
                 return Value(elements=holder.shape)
-            return Value(span=holder.span, each=Value(span=holder.span, length_of=holder))
+            return Value(span=holder.span, each=operations.length(holder))
         if holder.items is not None and name in holder.items:
             return holder.items[name]
         if name in contract.FIELDS and not holder.module:
@@ -578,9 +578,10 @@ class Expressions(ABC):
         result = derived([Value(span=each.span, fields=each.fields, chosen=each.chosen) for each in (*bounds, holder)])
         result.state, result.keys, result.part = holder.state, holder.keys, True
         result.measured = holder.measured
-        beyond = upper is None or upper.span or upper.fields
-        ends = upper is not None and upper.fields and not holder.state
-        result.cut = holder.cut or ends or (beyond and holder.state and lower.fields)
+        if holder.state:
+            result.cut = holder.cut or (lower.fields and (upper is None or upper.span or upper.fields))
+        else:
+            result.cut = holder.cut or (upper is not None and upper.fields)
         result.shape = _cut(holder.shape, lower, upper)
         if upper is None:
             result.begun = lower.keys if not lower.span else frozenset()

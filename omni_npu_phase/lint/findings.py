@@ -10,9 +10,22 @@ from pathlib import Path
 from typing import Literal
 
 from omni_npu_phase import contract
+from omni_npu_phase.lint.observed import (
+    CHUNK,
+    CROSSING,
+    DECODE,
+    LAST,
+    LONG_DECODE,
+    MIDDLE,
+    ROWS,
+    TAIL,
+    WHOLE,
+    Event,
+    Observed,
+    Test,
+)
 from omni_npu_phase.lint.rules import SEVERITIES, Finding, Severity
 from omni_npu_phase.lint.source import Method, Model, UnreadableError, statements_in
-from omni_npu_phase.lint.observed import CHUNK, CROSSING, DECODE, LAST, LONG_DECODE, MIDDLE, ROWS, TAIL, WHOLE, Event, Test, Observed
 from omni_npu_phase.lint.values import Place, Value
 from omni_npu_phase.lint.walk import Walk
 
@@ -62,14 +75,16 @@ class Judged:
             if self.verdict == "unknown":
                 return "cannot tell", reason
             return "decides by span" if by_span else "breaks the contract", reason
-        beside = sorted({f"{found.rule} (line {found.line})" for found in self.findings if found.severity == "fallback"})
+        beside = sorted(
+            {f"{found.rule} (line {found.line})" for found in self.findings if found.severity == "fallback"}
+        )
         more = f"; beside it {', '.join(beside)}" if beside else ""
         lines = sorted({place.key[1] for place in self.by_phase})
         if lines:
             return "decides by the fields", f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}{more}"
         if contract.NUM_COMPUTED in self.reads:
             return "decides by the fields", f"it goes by the runner's progress{more}"
-        return "needs no phase", f"what {' and '.join(self.hooks)} return is made of the row's own tokens{more}"
+        return "needs no phase", f"what it returns is made of the row's own tokens{more}"
 
 
 def judge(model: Model) -> Judged | None:
@@ -361,10 +376,12 @@ def cannot_tell(seen: Seen) -> Iterator[Finding]:
     tests = seen.with_fields.tests
     for event in _of(seen.with_fields, "return"):
         rows = _rows(event.value) or event.value
-        above = [tests[key] for key in sorted(event.under | rows.chosen)]
+        above = [test for way in (rows.chosen, event.under) for key, test in tests.items() if key in way]
         if rows.fields or any(_by_phase(test) or _beside_fields(test) for test in above):
             continue
-        guess = next((test for test in above if any(_kept(each, seen) or each.span for each in test.made_of)), None)
+        guess = next(
+            (test for test in reversed(above) if any(_kept(each, seen) or each.span for each in test.made_of)), None
+        )
         if guess is not None:
             text = f"`{guess.place.code}` chooses what the hook returns, and the runner's fields do not"
             yield seen.finding("cannot-tell", "unknown", guess.place, text)
@@ -387,7 +404,9 @@ def _beside_fields(test: Test) -> bool:
 
 def _kept(value: Value, seen: Seen) -> bool:
     """Whether a value is made of what is kept for the request, or of what a hook of the model stores in the model."""
-    return value.state and (not value.keys or any(not key.startswith("self.") or key in seen.stored for key in value.keys))
+    return value.state and (
+        not value.keys or any(not key.startswith("self.") or key in seen.stored for key in value.keys)
+    )
 
 
 def mtp_in_prefill(seen: Seen) -> Iterator[Finding]:

@@ -88,7 +88,7 @@ def length(value: Value) -> Value:
         return value.shape[0]
     if value.elements is not None:
         return Value(const=len(value.elements))
-    return Value(span=value.span, length_of=value)
+    return Value(span=value.span, state=value.state, keys=value.keys, length_of=value)
 
 
 def number(name: str, given: Sequence[Value]) -> Value:
@@ -141,7 +141,7 @@ def size(name: str, holder: Value, given: Sequence[Value]) -> Value:
                 total *= size
             return Value(const=total, span=True)
         return Value()
-    return Value(span=holder.span, length_of=holder)
+    return length(holder)
 
 
 def reshaped(name: str, holder: Value, given: Sequence[Value]) -> Value:

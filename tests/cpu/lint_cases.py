@@ -412,7 +412,7 @@ CASES = [
     *[
         _case(f"a method by name: {name}", SPAN, f"return getattr(self, {name})(input_ids, info)")
         for name in (
-            "f\"step_{min(len(input_ids), 2)}\"",
+            'f"step_{min(len(input_ids), 2)}"',
             "'prefill' if len(input_ids) > 1 else 'decode'",
             "'step_' + str(len(input_ids) > 1)",
             "['decode', 'prefill'][int(len(input_ids) > 1)]",
@@ -983,7 +983,9 @@ CASES = [
         return input_ids, info["prompt"][at : at + len(input_ids)], {"length": len(input_ids)}
         """,
     ),
-    _case("passed on", UNKNOWN, "return self.talker.preprocess(input_ids=input_ids, input_embeds=input_embeds, **info)"),
+    _case(
+        "passed on", UNKNOWN, "return self.talker.preprocess(input_ids=input_ids, input_embeds=input_embeds, **info)"
+    ),
     _case(
         "a counter that is a length",
         UNKNOWN,
