@@ -342,8 +342,7 @@ class Calls(Expressions):
             return Value(elements=given[0].elements)
         if name in operations.SAME_ROWS and (holder.shape is not None or name != "item"):
             made = derived([holder])
-            made.shape, made.checked, made.begun = holder.shape, holder.checked, holder.begun
-            made.measured = holder.measured
+            made.shape, made.measured, made.begun = holder.shape, holder.measured, holder.begun
             made.elements = holder.elements
             return made
         if name in ("reshape", "view", "flatten", "unsqueeze", "squeeze", "expand"):

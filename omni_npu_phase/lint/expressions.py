@@ -31,8 +31,6 @@ class Frame:
     returned: list[Value] = field(default_factory=list)
     shared: set[str] = field(default_factory=set)
     """Names that it declares global or nonlocal."""
-    lengths: list[Value] = field(default_factory=list)
-    """Lengths that were compared in a test whose one side returned."""
 
 
 class Expressions(ABC):
@@ -100,7 +98,7 @@ class Expressions(ABC):
     def _escaped(self, values: Sequence[Value], frame: Frame) -> None:
         """A phase that goes where it is not followed decides there."""
         for value in values:
-            if isinstance(value.const, bool) and (value.read is not None or value.test is not None):
+            if isinstance(value.const, bool) and (value.fields or value.test is not None):
                 place = value.test or Place(frame.source, frame.node)
                 self._tested(place.node, value, value.const, frame, (True, True), followed=False)
             elif value.elements is not None:
@@ -422,10 +420,10 @@ class Expressions(ABC):
             result.const = True
         if result.span and result.test is None:
             result.test = Place(frame.source, node)
-        if any(side.span for side in sides):
-            result.lengths += [side.length_of for side in sides if side.length_of is not None]
-            for length in result.lengths:
-                length.measured = True
+        if result.span:
+            for side in sides:
+                if side.length_of is not None:
+                    side.length_of.measured = True
         return result
 
     def _compared(self, op: ast.cmpop, left: Value, right: Value) -> bool | None:
@@ -535,7 +533,7 @@ class Expressions(ABC):
         self.observed.asked = True
         if self.fields:
             self.observed.reads.add(name)
-            return Value(const=self.row.fields[name], read=name, fields=name != contract.PROMPT_LEN)
+            return Value(const=self.row.fields[name], fields=name != contract.PROMPT_LEN)
         if default is None:
             raise operations.BrokenError
         return default

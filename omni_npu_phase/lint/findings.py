@@ -349,8 +349,8 @@ def whole_prompt(seen: Seen) -> Iterator[Finding]:
         only_here = event.certain or event.place.key not in of_decode
         if rows.span or rows.part or rows.fields or not rows.state or not (only_here or named):
             continue
-        if rows.checked:
-            text = "the whole prompt is returned, and a chunk of it is refused with an error: it cannot run chunked"
+        if rows.measured:
+            text = "the whole prompt is returned, its length compared with the span: a chunk of it is refused"
             yield seen.finding("whole-prompt", "note", event.place, text)
         else:
             text = "rows of the whole prompt are returned for a chunk; the runner writes the first rows again and again"

@@ -95,7 +95,7 @@ def number(name: str, given: Sequence[Value]) -> Value:
     result = derived(given)
     result.part = False
     if len(given) == 1:
-        result.length_of, result.read = given[0].length_of, given[0].read
+        result.length_of = given[0].length_of
     values = [concrete(each) for each in given]
     if name == "bool" and len(given) == 1:
         outcome = truth(given[0])

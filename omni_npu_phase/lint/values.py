@@ -78,17 +78,11 @@ class Value:
     """An attribute of the model, perhaps a layer: calling it says nothing about the result."""
     part: bool = False
     """A slice, an entry or one row of something."""
-    checked: bool = False
-    """Its length is compared with the span, and the hook raises where they differ."""
-    read: str | None = None
-    """The field that this is."""
     test: Place | None = None
     """Where the span was compared to make this."""
     place: Place | None = None
     key_places: dict[str, Place] = field(default_factory=dict)
     length_of: Value | None = None
-    lengths: list[Value] = field(default_factory=list)
-    """Whose lengths were compared with the span to make this."""
     begun: frozenset[str] = frozenset()
     """A slice without an end, begun at counters of these names."""
     rest_of: frozenset[str] = frozenset()
@@ -142,7 +136,6 @@ def derived(values: Iterable[Value]) -> Value:
         keys=frozenset().union(*(part.keys for part in parts)),
         part=bool(kept) and all(part.part for part in kept),
         test=next((part.test for part in parts if part.test is not None), None),
-        lengths=_once(length for part in parts for length in part.lengths),
     )
 
 
@@ -185,7 +178,7 @@ def joined(one: Value, other: Value) -> Value:
         fields=one.fields and other.fields,
         chosen=one.chosen | other.chosen,
         cut=one.cut and other.cut,
-        measured=one.measured or other.measured,
+        measured=bool(kept) and all(value.measured for value in kept),
         const=one.const if same else UNKNOWN,
         elements=elements,
         items=items,
@@ -201,12 +194,9 @@ def joined(one: Value, other: Value) -> Value:
         live=one.live or other.live,
         module=one.module and other.module,
         part=bool(kept) and all(value.part for value in kept),
-        checked=bool(kept) and all(value.checked for value in kept),
-        read=one.read or other.read,
         test=one.test or other.test,
         place=one.place or other.place,
         key_places={**one.key_places, **other.key_places},
-        lengths=_once([*one.lengths, *other.lengths]),
         begun=one.begun | other.begun,
         rest_of=one.rest_of | other.rest_of,
         alternatives=_once(

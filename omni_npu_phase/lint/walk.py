@@ -75,8 +75,6 @@ class Walk(Calls):
                     self._event("return", each.place or value.place, frame, each)
             return "return"
         if isinstance(node, ast.Raise):
-            for length in frame.lengths:
-                length.checked = True
             return "raise"
         if isinstance(node, ast.If):
             return self._if(node, frame)
@@ -115,8 +113,7 @@ class Walk(Calls):
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             frame.env[node.name] = Value(callee=Callee(frame.source, node, frame.owner, None, frame))
         elif isinstance(node, ast.Assert):
-            for length in self._eval(node.test, frame).lengths:
-                length.checked = True
+            self._eval(node.test, frame)
         elif isinstance(node, ast.Delete):
             for gone in node.targets:
                 if isinstance(gone, ast.Subscript):
@@ -147,11 +144,6 @@ class Walk(Calls):
             return flow
         flows = self._maybe([lambda: self._block(node.body, frame), lambda: self._block(node.orelse, frame)], frame)
         self.under = self.under if _returns(node) else under
-        if "raise" in flows:
-            for length in test.lengths:
-                length.checked = True
-        elif "return" in flows:
-            frame.lengths += test.lengths
         return _joined_flow(flows)
 
     def _maybe(self, ways: Sequence[Callable[[], Flow]], frame: Frame) -> list[Flow]:
