@@ -56,11 +56,11 @@ class Calls(Expressions):
             function = self._eval(node.func, frame)
         given, named, unpacked = self._arguments(node, frame)
         chosen = function.chosen
-        if function.callee is not None:
-            made = self._call(function.callee, given, named, unpacked, (*frame.chain, id(node)))
+        if isinstance(function.const, Callee):
+            made = self._call(function.const, given, named, unpacked, (*frame.chain, id(node)))
             return self._chosen(made, chosen)
-        if function.made_by is not None:
-            return self._made(function.made_by, given, named, unpacked, frame, node)
+        if isinstance(function.const, Model):
+            return self._made(function.const, given, named, unpacked, frame, node)
         if isinstance(node.func, ast.Name):
             built_in = self._builtin(node.func.id, given, named, frame, place)
             if built_in is not None:

@@ -215,9 +215,9 @@ class Expressions(ABC):
 
     def _global(self, source: Source, name: str) -> Value:
         if name in source.functions:
-            return Value(callee=Callee(source, source.functions[name]))
+            return Value(const=Callee(source, source.functions[name]))
         if name in source.classes:
-            return Value(made_by=Model.of(source, name))
+            return Value(const=Model.of(source, name))
         if name in source.constants:
             try:
                 return Value(const=ast.literal_eval(source.constants[name]))
@@ -323,7 +323,7 @@ class Expressions(ABC):
         return opened(value) if node.format_spec is not None or node.conversion != -1 else value
 
     def _eval_lambda(self, node: ast.Lambda, frame: Frame) -> Value:
-        return Value(callee=Callee(frame.source, node, frame.owner, None, frame))
+        return Value(const=Callee(frame.source, node, frame.owner, None, frame))
 
     def _eval_namedexpr(self, node: ast.NamedExpr, frame: Frame) -> Value:
         value = self._eval(node.value, frame)
@@ -438,7 +438,7 @@ class Expressions(ABC):
         if isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)) and None in (one, other):
             value = right if one is None else left
             known = one if value is left else other
-            if known is UNKNOWN and not (value.shape or value.callee or value.elements is not None):
+            if known is UNKNOWN and not (value.shape or value.elements is not None):
                 return None
             same = known is None
             return same if isinstance(op, (ast.Is, ast.Eq)) else not same
@@ -465,7 +465,7 @@ class Expressions(ABC):
             return holder.items[name]
         if name in contract.FIELDS and not holder.module:
             return self._field(name, None, frame, Place(frame.source, frame.node))
-        model = holder.instance or holder.made_by
+        model = holder.instance or (holder.const if isinstance(holder.const, Model) else None)
         if model is not None:
             found = model.method(name)
             if found is not None:
@@ -488,14 +488,13 @@ class Expressions(ABC):
         if "staticmethod" in method.decorators:
             bound = None
         elif "classmethod" in method.decorators:
-            bound = Value(made_by=holder.instance or holder.made_by)
-        elif holder.made_by is not None:
+            bound = Value(const=holder.instance or holder.const)
+        elif isinstance(holder.const, Model):
             bound = None
-        value = Value(callee=Callee(method.source, method.node, method.cls, bound))
+        callee = Callee(method.source, method.node, method.cls, bound)
         if method.decorators & {"property", "cached_property"} and holder.instance is not None:
-            assert value.callee is not None
-            return self._call(value.callee, [], {}, None, ())
-        return value
+            return self._call(callee, [], {}, None, ())
+        return Value(const=callee)
 
     @staticmethod
     def _child(holder: Value, name: str, module: bool = False) -> Value:

@@ -111,7 +111,7 @@ class Walk(Calls):
         elif isinstance(node, ast.Match):
             return self._match(node, frame)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            frame.env[node.name] = Value(callee=Callee(frame.source, node, frame.owner, None, frame))
+            frame.env[node.name] = Value(const=Callee(frame.source, node, frame.owner, None, frame))
         elif isinstance(node, ast.Assert):
             self._eval(node.test, frame)
         elif isinstance(node, ast.Delete):
