@@ -343,7 +343,7 @@ class Expressions(ABC):
             self.unsure += 1
             value = joined(self._eval(node.body, frame), self._eval(node.orelse, frame))
             self.unsure -= 1
-        if test.span and value.test is None and not value.alternatives:
+        if test.span and value.test is None:
             value = copied(value)
             value.span, value.test = True, test.test
         return self._chosen(value, key)

@@ -84,7 +84,6 @@ class Value:
     """A slice without an end, begun at counters of these names."""
     rest_of: frozenset[str] = frozenset()
     """What is left of the value kept under these names when the span is cut off its front."""
-    alternatives: list[Value] = field(default_factory=list)
 
     fields: bool = False
     """Follows from the runner's progress, or from its phase."""
@@ -181,8 +180,6 @@ def joined(one: Value, other: Value) -> Value:
         setattr(made, name, made.state and all(getattr(each, name) for each in (one, other) if each.state))
     for name in ("keys", "chosen", "begun", "rest_of"):
         setattr(made, name, getattr(one, name) | getattr(other, name))
-    ways = [each for value in (one, other) for each in value.alternatives or [value] if each.elements is not None]
-    made.alternatives = list({id(each): each for each in ways}.values())
     return made
 
 

@@ -71,8 +71,7 @@ class Walk(Calls):
             frame.returned.append(value)
             if frame is self.top:
                 self._escaped([value], frame)
-                for each in value.alternatives or [value]:
-                    self._event("return", each.place or value.place, frame, each)
+                self._event("return", value.place, frame, value)
             return "return"
         if isinstance(node, ast.Raise):
             return "raise"
