@@ -130,7 +130,7 @@ class Calls(Expressions):
             self.stack.pop()
             self.unsure, self.under = unsure, under
         if flow == "raise" and not frame.returned:
-            raise operations.BrokenError
+            raise operations.RaisedError
         returned = frame.returned or [Value(const=None)]
         result = returned[0]
         for value in returned[1:]:
@@ -222,7 +222,7 @@ class Calls(Expressions):
         if name in ("getattr", "hasattr") and len(given) >= 2:
             key = given[1].const
             if not isinstance(key, str):
-                return Value()
+                return self._any_of([], given[1], place.node, frame)
             if name == "getattr":
                 chosen = given[1].chosen
                 if given[1].span or given[1].fields:
@@ -272,7 +272,7 @@ class Calls(Expressions):
         kind = call.args[1]
         written = [ast.unparse(each) for each in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
         known = [_TYPES[name] for name in written if name in _TYPES]
-        result = Value()
+        result = Value(state=value.state, keys=value.keys)
         if value.const is not UNKNOWN:
             if value.const is None or len(known) == len(written):
                 result.const = isinstance(value.const, tuple(known))

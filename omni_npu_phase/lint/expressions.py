@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -210,6 +211,8 @@ class Expressions(ABC):
         while scope is not None:
             if node.id in scope.env:
                 return scope.env[node.id]
+            if node.id in scope.shared:
+                return Value(state=True, keys=frozenset({node.id}))
             scope = scope.scope
         return self._global(frame.source, node.id)
 
@@ -521,9 +524,15 @@ class Expressions(ABC):
                 tests |= self._tested(place.node, key, outcome, frame, (True, True))
             if repr(name) in holder.items or name is not UNKNOWN:
                 return self._chosen(holder.items.get(repr(name), default or Value()), tests)
+            return self._any_of([*holder.items.values()], key, place.node, frame)
         if holder.each is not None:
             return holder.each
         return derived([holder])
+
+    def _any_of(self, values: Sequence[Value], key: Value, node: ast.AST, frame: Frame) -> Value:
+        """What an unknown key or name chooses among these."""
+        chosen = self._tested(node, key, None, frame, (True, True))
+        return self._chosen(functools.reduce(joined, values) if values else Value(), chosen | key.chosen)
 
     def _field(self, name: str, default: Value | None, frame: Frame, place: Place) -> Value:
         if default is not None and default.const not in (UNKNOWN, None) and not default.span:
@@ -552,6 +561,8 @@ class Expressions(ABC):
             if key.const < len(holder.elements):
                 return self._chosen(holder.elements[key.const], tests)
             return Value()
+        if holder.elements and key.const is UNKNOWN:
+            return self._any_of(holder.elements, key, node, frame)
         known = holder.items is not None and not (holder.state and not holder.keywords)
         if isinstance(key.const, str) or known or holder.each is not None:
             return self._key(holder, key, None, frame, place)

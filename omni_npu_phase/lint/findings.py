@@ -100,7 +100,7 @@ def judge(model: Model) -> Judged | None:
     except RecursionError as error:
         raise UnreadableError(f"{model.source.path}: {model.name} is nested too deeply to be followed") from error
     advanced = {name for seen in walked for each in (seen.with_fields, seen.without) for name in each.advanced}
-    stored = {name for seen in walked for name in seen.with_fields.stored}
+    stored = {name for seen in walked for name in seen.with_fields.stored} | set(_stored_later(model))
     found: dict[tuple[str, int, int, str], Finding] = {}
     reads: set[str] = set()
     by_phase: dict[tuple[str, int, int], Place] = {}
@@ -168,6 +168,15 @@ def _named(value: ast.expr) -> str:
     return getattr(value, "attr", "") or getattr(value, "id", "")
 
 
+def _stored_later(model: Model) -> Iterator[str]:
+    """Attributes that any method stores once the model is loaded."""
+    for method in model.methods():
+        for node in ast.walk(method.node) if method.node.name not in ("__init__", "load_weights") else ():
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    yield f"self.{node.attr}"
+
+
 def _takes_tokens(method: Method) -> bool:
     """Whether a ``preprocess`` can be the runner's: image processors have methods of that name too."""
     arguments = method.node.args
@@ -185,7 +194,7 @@ def _walked(model: Model, kind: str, method: Method) -> Seen:
     # A hook that asks for no field does the same on a runner without them.
     for row in rows if with_fields.asked else ():
         Walk(model, row, False, without).hook(method, kind)
-    return Seen(model, kind, with_fields, without)
+    return Seen(model, method, kind, with_fields, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +202,7 @@ class Seen:
     """The walks of one hook: with the three fields, as a conforming runner passes them, and without."""
 
     model: Model
+    method: Method
     kind: str
     with_fields: Observed
     without: Observed
@@ -374,6 +384,11 @@ def cannot_tell(seen: Seen) -> Iterator[Finding]:
     if seen.kind != "preprocess":
         return
     tests = seen.with_fields.tests
+    if seen.with_fields.broken:
+        where = Place(seen.method.source, seen.method.node)
+        names = _names(seen.with_fields.broken)
+        yield seen.finding("cannot-tell", "unknown", where, f"the hook cannot be followed to its end for: {names}")
+        return
     for event in _of(seen.with_fields, "return"):
         rows = _rows(event.value) or event.value
         above = [test for way in (rows.chosen, event.under) for key, test in tests.items() if key in way]

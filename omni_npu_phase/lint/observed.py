@@ -84,5 +84,7 @@ class Observed:
     """Whether the hook looks for a field at all."""
     advanced: set[str] = field(default_factory=set)
     """Names under which the hook keeps something made from the span."""
+    broken: set[str] = field(default_factory=set)
+    """Rows for which the walk came to no end."""
     stored: set[str] = field(default_factory=set)
     """Names under which it keeps anything."""

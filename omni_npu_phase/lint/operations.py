@@ -17,6 +17,10 @@ class BrokenError(Exception):
     """The walked code raises here: a field is missing, or a call does not fit."""
 
 
+class RaisedError(BrokenError):
+    """The walked code raises an error of its own."""
+
+
 _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -94,6 +98,8 @@ def length(value: Value) -> Value:
 def number(name: str, given: Sequence[Value]) -> Value:
     result = derived(given)
     result.part = False
+    if name in ("int", "float", "bool") and given[0].shape and given[0].shape[0].const not in (1, UNKNOWN):
+        raise BrokenError
     if len(given) == 1:
         result.length_of = given[0].length_of
     values = [concrete(each) for each in given]

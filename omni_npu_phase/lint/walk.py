@@ -52,8 +52,10 @@ class Walk(Calls):
         positional = list(given.values())[:2] if kind == "preprocess" and names and "input_ids" not in names else []
         try:
             self._call(callee, positional, {}, keywords, (), top=True)
-        except operations.BrokenError:
+        except operations.RaisedError:
             return
+        except operations.BrokenError:
+            self.observed.broken.add(self.row.name)
 
     def _block(self, statements: Sequence[ast.stmt], frame: Frame) -> Flow:
         for statement in statements:
@@ -96,9 +98,11 @@ class Walk(Calls):
         elif isinstance(node, ast.While):
             test = self._eval(node.test, frame)
             outcome = truth(test)
-            self._tested(node, test, outcome, frame, (False, touches(node.body)))
+            key = self._tested(node, test, outcome, frame, (False, touches(node.body)))
+            under, self.under = self.under, self.under | key
             if outcome is not False:
                 self._maybe([lambda: self._block(node.body, frame)], frame)
+            self.under = self.under if _returns(node) else under
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 value = self._eval(item.context_expr, frame)
@@ -190,7 +194,11 @@ class Walk(Calls):
             flow = self._block(node.body, frame)
             return "loop" if flow == "next" else flow
 
+        over_state = Value(state=over.state, keys=over.keys)
+        key = self._tested(node, over_state, None, frame, (False, touches(node.body)))
+        under, self.under = self.under, self.under | key
         self._maybe([once], frame)
+        self.under = self.under if _returns(node) else under
         return self._block(node.orelse, frame)
 
     def _try(self, node: ast.Try, frame: Frame) -> Flow:
