@@ -407,7 +407,12 @@ CASES = [
             return self.decode(token, info)
             """,
         )
-        for attempt in ("token = input_ids.item()", "(token,) = input_ids", "[token] = input_ids.tolist()")
+        for attempt in (
+            "token = input_ids.item()",
+            "token = int(input_ids)",
+            "(token,) = input_ids",
+            "[token] = input_ids.tolist()",
+        )
     ],
     *[
         _case(f"a method by name: {name}", SPAN, f"return getattr(self, {name})(input_ids, info)")
@@ -974,6 +979,79 @@ CASES = [
         return self.decode(input_ids, info)
         """,
     ),
+    *[
+        _case(f"chosen by stored codes: {rows}", UNKNOWN, f"return input_ids, {rows}, {{}}")
+        for rows in (
+            "self.audio(input_ids) if info.get('codes') else self.embed(input_ids)",
+            "info.get('codes') and self.audio(input_ids) or self.embed(input_ids)",
+            "[self.embed, self.audio][info['generated_len'] > 0](input_ids)",
+            "{True: self.audio, False: self.embed}[bool(info.get('codes'))](input_ids)",
+            "getattr(self, info['mode'])(input_ids)",
+            "torch.where(torch.tensor(bool(info.get('codes'))), self.audio(input_ids), self.embed(input_ids))",
+            "next((self.audio(input_ids) for code in info.get('codes', [])), self.embed(input_ids))",
+            "self.audio(input_ids) if isinstance(info.get('state'), dict) else self.embed(input_ids)",
+        )
+    ],
+    *[
+        _case(
+            f"chosen by a statement: {choice.partition(chr(10))[0]}",
+            UNKNOWN,
+            f"""
+            rows = self.embed(input_ids)
+{textwrap.indent(choice, " " * 12)}
+                rows = self.audio(input_ids)
+            return input_ids, rows, {{}}
+            """,
+        )
+        for choice in (
+            "while info.get('codes'):",
+            "for code in info.get('codes', []):",
+            "self.calls += 1\nif self.calls > 1:",
+            "global STARTED\nif STARTED:",
+            "started = hasattr(self, 'past')\nself.past = 1\nif started:",
+        )
+    ],
+    *[
+        _case(
+            f"matched: {subject}",
+            UNKNOWN,
+            f"""
+            match {subject}:
+                case {pattern}:
+                    return input_ids, self.embed(input_ids), {{}}
+                case _:
+                    return input_ids, self.audio(input_ids), {{}}
+            """,
+        )
+        for subject, pattern in (("info.get('generated_len', 0)", "0"), ("info", "{'codes': None}"))
+    ],
+    _case(
+        "a flag that forward sets",
+        UNKNOWN,
+        """
+        class M:
+            def __init__(self):
+                self.decodes, self.stage = False, "talker"
+
+            def preprocess(self, input_ids, input_embeds, **info):
+                rows = self.audio(input_ids) if self.decodes else self.embed(input_ids)
+                return input_ids, rows, {}
+
+            def forward(self, input_ids, **kwargs):
+                self.decodes = True
+        """,
+    ),
+    _case(
+        "rows for which the walk comes to no end",
+        UNKNOWN,
+        """
+        rows = self.embed(input_ids)
+        with suppress(RuntimeError):
+            input_ids.item()
+            rows = self.audio(input_ids)
+        return input_ids, rows, {}
+        """,
+    ),
     _case("rows that are kept", UNKNOWN, "return input_ids, info['next'].reshape(1, -1), {}"),
     _case(
         "an offset of the runner's",
@@ -1127,6 +1205,48 @@ CASES = [
             "self.many(input_ids) if self.stage == 'talker' else self.embed(input_ids)",
         )
     ],
+    _case(
+        "a progress for each row",
+        "",
+        """
+        rows = []
+        for at in range(len(input_ids)):
+            reads = info["_omni_num_computed_tokens"] + at < info["_omni_prompt_len"]
+            rows.append(self.text(input_ids[at]) if reads else self.audio(input_ids[at]))
+        return input_ids, torch.stack(rows), {}
+        """,
+    ),
+    _case(
+        "a voice that is there or not, inside prefill",
+        "",
+        """
+        if not info["_omni_is_prefill"]:
+            return input_ids, self.audio(input_ids), {}
+        rows = self.text(input_ids)
+        if info.get("voice") is not None:
+            rows = rows + self.voice(info["voice"])
+        return input_ids, rows, {}
+        """,
+    ),
+    _case(
+        "a prompt's part put into rows of the span",
+        "",
+        """
+        start, span = info["_omni_num_computed_tokens"], len(input_ids)
+        rows = self.embed(input_ids)
+        if info["_omni_is_prefill"]:
+            part = info["prompt"][start : start + span]
+            rows[: len(part)] = part
+        return input_ids, rows, {}
+        """,
+    ),
+    _case(
+        "a device that is kept",
+        "",
+        "return input_ids, self.embed(input_ids.to(self.place())), {}",
+        "def place(self):\n    if self.device is None:\n        self.device = self.weight.device\n"
+        "    return self.device",
+    ),
     _case(
         "no phase: a model's own stage, and a number that is tried",
         "",
