@@ -232,12 +232,11 @@ class Calls(Expressions):
                 return Value(const=True)
             return Value(state=first.state or first.module, keys=frozenset({_named(first, key)}))
         if name == "setattr" and len(given) == 3 and isinstance(given[1].const, str):
-            self._store(first, given[1].const, given[2], Place(place.source, _loaded_attribute(place.node)), frame)
+            self._store(first, given[1].const, given[2], place, frame)
             return Value(const=None)
         if name == "dict" and (first.keywords or first.items is not None):
             made = copied(first)
             made.items, made.live = dict(first.items or {}), False
-            self._update(made, [], {key: named[key] for key in named if first.keywords}, place, frame)
             return self._dict(made, named, frame, place)
         if name in ("slice", "range") and len(given) >= 2:
             self._sliced(first, given[1], place, frame)
@@ -258,10 +257,7 @@ class Calls(Expressions):
     def _dict(self, made: Value, named: Mapping[str, Value], frame: Frame, place: Place) -> Value:
         """``dict(...)``, as a display with the same keys."""
         for key, value in named.items():
-            self._kept(frozenset({key}), value)
-            self._keyed(key, value, place, frame)
-            if key in contract.FIELDS:
-                self._event("field-key", place, frame, Value(const=key))
+            self._put(made, key, value, place, frame)
         made.items = {**(made.items or {}), **named}
         made.key_places |= dict.fromkeys(named, place)
         return made
@@ -312,16 +308,6 @@ class Calls(Expressions):
         if name == "update":
             self._update(holder, given, named, place, frame)
             return Value(const=None)
-        if name == "copy" and not given:
-            made = copied(holder)
-            if holder.items is not None:
-                made.items = dict(holder.items)
-            made.live = False
-            return made
-        if name in ("items", "values", "keys") and not given:
-            if holder.keywords:
-                return Value(keywords=True, state=True, items=holder.items)
-            return Value(each=Value(elements=[Value(), holder.each])) if holder.each and name == "items" else holder
         if name in ("size", "numel", "nelement", "__len__", "dim"):
             # Also as torch.numel(ids), and with the axis by name.
             of, rest = (
@@ -360,7 +346,3 @@ class Calls(Expressions):
             self._event("slice", place, frame, start, start.keys)
         return derived([holder, start, length])
 
-
-def _loaded_attribute(call: ast.AST) -> ast.AST:
-    """``setattr(self, name, value)`` stores an attribute, not a key."""
-    return call.args[0] if isinstance(call, ast.Call) else call

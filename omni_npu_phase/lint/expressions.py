@@ -160,10 +160,7 @@ class Expressions(ABC):
             self._store(self._eval(target.value, frame), target.attr, value, Place(frame.source, target), frame)
 
     def _store(self, holder: Value, key: str, value: Value, place: Place, frame: Frame) -> None:
-        if key in contract.FIELDS and isinstance(place.node, (ast.Subscript, ast.Call, ast.AugAssign, ast.Dict)):
-            self._event("runner-field", place, frame, Value(const=key))
-        self._kept(frozenset({_named(holder, key)}), value)
-        self._keyed(key, value, place, frame)
+        self._put(holder, key, value, place, frame)
         value = self._chosen(value)
         if holder.state or holder.instance is not None:
             self._escaped([value], frame)
@@ -174,7 +171,11 @@ class Expressions(ABC):
         holder.items[key] = value
         holder.key_places[key] = place
 
-    def _keyed(self, key: str, value: Value, place: Place, frame: Frame) -> None:
+    def _put(self, holder: Value, key: str, value: Value, place: Place, frame: Frame) -> None:
+        """Note what is kept under a name: for the request, in the model, or in a dictionary of the hook's own."""
+        self._kept(frozenset({_named(holder, key)}), value)
+        if key in contract.FIELDS and not holder.module and holder.instance is None:
+            self._event("runner-field" if holder.state else "field-key", place, frame, Value(const=key))
         if key in value.rest_of:
             self._event("consumed", place, frame, value, frozenset({key}))
         if key == contract.MTP_INPUTS and value.const is not None:
@@ -191,8 +192,6 @@ class Expressions(ABC):
         for each in given:
             for key, value in (each.items or {}).items() if not each.keywords else ():
                 self._store(holder, key, value, each.key_places.get(key, place), frame)
-                if key in contract.FIELDS:
-                    self._event("runner-field", place, frame, Value(const=key))
         for key, value in named.items():
             self._store(holder, key, value, place, frame)
 
@@ -279,21 +278,13 @@ class Expressions(ABC):
                 made.items[repr(name)] = value
                 continue
             place = Place(frame.source, key)
-            self._kept(frozenset({name}), value)
-            self._keyed(name, value, place, frame)
-            if name in contract.FIELDS:
-                self._event("field-key", place, frame, Value(const=name))
-            if made.keywords and name in contract.FIELDS:
-                self._event("runner-field", place, frame, Value(const=name))
+            self._put(made, name, value, place, frame)
             made.items[name] = value
             made.key_places[name] = place
         return made
 
     def _eval_dictcomp(self, node: ast.DictComp, frame: Frame) -> Value:
-        over = self._eval(node.generators[0].iter, frame)
-        if over.keywords:
-            return Value(keywords=True, state=True, items=over.items)
-        return derived([over])
+        return derived([self._eval(each.iter, frame) for each in node.generators])
 
     def _eval_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, frame: Frame) -> Value:
         saved = dict(frame.env)
