@@ -345,4 +345,3 @@ class Calls(Expressions):
         if start.keys and length.span:
             self._event("slice", place, frame, start, start.keys)
         return derived([holder, start, length])
-

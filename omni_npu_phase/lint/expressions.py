@@ -14,7 +14,7 @@ from typing import Any
 from omni_npu_phase import contract
 from omni_npu_phase.lint import operations
 from omni_npu_phase.lint.effects import touches
-from omni_npu_phase.lint.observed import Event, Observed, Row, Test
+from omni_npu_phase.lint.observed import Event, Observed, Outcome, Row, Test
 from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError
 from omni_npu_phase.lint.values import UNKNOWN, Callee, Key, Place, Value, concrete, derived, entries, joined, truth
 
@@ -65,7 +65,7 @@ class Expressions(ABC):
         self,
         node: ast.AST,
         test: Value,
-        outcome: bool | int | str | None,
+        outcome: Outcome,
         frame: Frame,
         touches: tuple[bool, bool],
         followed: bool = True,
@@ -75,9 +75,8 @@ class Expressions(ABC):
         seen = self.observed.tests.setdefault(key, Test(place, touches, followed))
         if test.test is not None:
             seen.place = place
-        name = self.row.name
-        if seen.outcomes.setdefault(name, outcome) != outcome:
-            seen.outcomes[name] = None
+        if seen.outcomes.setdefault(self.row, outcome) != outcome:
+            seen.outcomes[self.row] = None
             seen.mixed = True
         if outcome is None:
             seen.made_of.append(test)
@@ -196,7 +195,7 @@ class Expressions(ABC):
             self._store(holder, key, value, place, frame)
 
     def _eval(self, node: ast.expr, frame: Frame) -> Value:
-        method: Callable[[Any, Frame], Value] | None = getattr(self, f"_eval_{type(node).__name__.lower()}", None)
+        method: Callable[[Any, Frame], Value] | None = getattr(self, _method_for(type(node)), None)
         if method is not None:
             return method(node, frame)
         inner = [self._eval(each, frame) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
@@ -591,6 +590,11 @@ class Expressions(ABC):
             if holder.begun and upper.span:
                 self._event("slice", place, frame, holder, holder.begun)
         return result
+
+
+@functools.cache
+def _method_for(kind: type) -> str:
+    return f"_eval_{kind.__name__.lower()}"
 
 
 def _cut(shape: list[Value] | None, lower: Value, upper: Value | None) -> list[Value] | None:

@@ -40,6 +40,7 @@ _KINDS = {
 """What the runner calls on a model, and how."""
 _CUSTOM = {"set_custom_preprocess": "preprocess", "set_custom_postprocess": "postprocess"}
 _DECIDING = {"preprocess", "decode_batch"}
+_DECIDES = "decides between prefill and decode"
 
 
 Answer = Literal["decides by the fields", "needs no phase", "decides by span", "breaks the contract", "cannot tell"]
@@ -172,9 +173,12 @@ def _stored_later(model: Model) -> Iterator[str]:
     """Attributes that any method stores once the model is loaded."""
     for method in model.methods():
         for node in ast.walk(method.node) if method.node.name not in ("__init__", "load_weights") else ():
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id == "self":
-                    yield f"self.{node.attr}"
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and _is_self(node.value):
+                yield f"self.{node.attr}"
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _takes_tokens(method: Method) -> bool:
@@ -229,24 +233,15 @@ class Seen:
 def span_phase(seen: Seen) -> Iterator[Finding]:
     for test in _acting(seen.with_fields):
         if _by_span(test):
-            yield seen.finding(
-                "span-phase",
-                "error",
-                test.place,
-                f"`{test.place.code}` decides between prefill and decode: a one-token tail of a prompt is taken for "
-                "decode",
-            )
+            text = f"`{test.place.code}` {_DECIDES}: a one-token tail of a prompt is taken for decode"
+            yield seen.finding("span-phase", "error", test.place, text)
         elif _by_whole_prompt(test) and not seen.uses_fields:
-            text = f"`{test.place.code}` decides between prefill and decode: a chunk of a prompt is taken for decode"
+            text = f"`{test.place.code}` {_DECIDES}: a chunk of a prompt is taken for decode"
             yield seen.finding("span-phase", "error", test.place, text)
     for test in _acting(seen.without):
         if _by_span(test):
-            yield seen.finding(
-                "span-phase",
-                "fallback",
-                test.place,
-                f"`{test.place.code}` decides between prefill and decode where the runner passes no fields",
-            )
+            text = f"`{test.place.code}` {_DECIDES} where the runner passes no fields"
+            yield seen.finding("span-phase", "fallback", test.place, text)
 
 
 def _acting(observed: Observed) -> list[Test]:
@@ -255,40 +250,32 @@ def _acting(observed: Observed) -> list[Test]:
 
 def _by_span(test: Test) -> bool:
     """Chunks go one way; a prompt's one-token tail goes the other, as decode does."""
-    if not {row.name for row in (CHUNK, MIDDLE, LAST, TAIL, DECODE)} <= test.outcomes.keys():
+    known = test.of(CHUNK, MIDDLE, LAST, TAIL, DECODE)
+    if known is None or test.mixed:
         return False
-    chunk, middle, last, tail, decode = (test.outcomes[row.name] for row in (CHUNK, MIDDLE, LAST, TAIL, DECODE))
-    return chunk == middle == last != tail == decode and not test.mixed
+    chunk, middle, last, tail, decode = known
+    return chunk == middle == last != tail == decode
 
 
 def _by_whole_prompt(test: Test) -> bool:
     """Only a prompt that is scheduled whole goes one way; its chunks go the other, as decode does."""
-    outcomes = {row.name: test.outcomes.get(row.name) for row in (WHOLE, CHUNK, MIDDLE, LAST, TAIL, DECODE)}
-    whole = outcomes.pop(WHOLE.name)
-    return None not in (whole, *outcomes.values()) and set(outcomes.values()) == {not whole}
+    whole, *others = test.of(WHOLE, CHUNK, MIDDLE, LAST, TAIL, DECODE) or [None]
+    return whole is not None and set(others) == {not whole}
 
 
 def _by_phase(test: Test) -> bool:
     """A prompt's one-token tail goes the way of its other chunks, and decode does not."""
-    if not {row.name for row in (MIDDLE, TAIL, DECODE)} <= test.outcomes.keys():
-        return False
-    middle, tail, decode = (test.outcomes[row.name] for row in (MIDDLE, TAIL, DECODE))
+    middle, tail, decode = test.of(MIDDLE, TAIL, DECODE) or [None, None, None]
     return middle == tail != decode
 
 
 def span_beside_phase(seen: Seen) -> Iterator[Finding]:
     for test in seen.with_fields.tests.values():
-        if not {row.name for row in (MIDDLE, TAIL, DECODE, LONG_DECODE)} <= test.outcomes.keys():
-            continue
-        middle, tail, decode, long = (test.outcomes[row.name] for row in (MIDDLE, TAIL, DECODE, LONG_DECODE))
+        middle, tail, decode, long = test.of(MIDDLE, TAIL, DECODE, LONG_DECODE) or [None] * 4
         does_something = any(test.touches) if middle is None else test.touches[bool(middle)]
         if decode not in (long, tail, middle) and does_something:
-            yield seen.finding(
-                "span-beside-phase",
-                "fallback",
-                test.place,
-                f"`{test.place.code}` takes a decode span of several tokens for prefill, whatever its phase",
-            )
+            text = f"`{test.place.code}` takes a decode span of several tokens for prefill, whatever its phase"
+            yield seen.finding("span-beside-phase", "fallback", test.place, text)
 
 
 def progress_phase(seen: Seen) -> Iterator[Finding]:
@@ -298,15 +285,13 @@ def progress_phase(seen: Seen) -> Iterator[Finding]:
         return
     for test in seen.with_fields.tests.values():
         if all(test.touches) and test.followed and _by_progress(test):
-            text = f"`{test.place.code}` decides between prefill and decode: a prompt's last chunk is taken for decode"
+            text = f"`{test.place.code}` {_DECIDES}: a prompt's last chunk is taken for decode"
             yield seen.finding("progress-phase", "error", test.place, text)
 
 
 def _by_progress(test: Test) -> bool:
     """A prompt's first chunk goes one way; its last, of whatever length, goes the other, as decode does."""
-    if not {row.name for row in (CHUNK, LAST, TAIL, DECODE)} <= test.outcomes.keys():
-        return False
-    first, last, tail, decode = (test.outcomes[row.name] for row in (CHUNK, LAST, TAIL, DECODE))
+    first, last, tail, decode = test.of(CHUNK, LAST, TAIL, DECODE) or [None] * 4
     return first is not None and first != last == tail == decode
 
 
@@ -316,7 +301,7 @@ def own_counter(seen: Seen) -> Iterator[Finding]:
     for observed, severity in both:
         for event in _of(observed, "slice", "consumed"):
             names = event.keys if event.kind == "consumed" else _counted(event.keys, seen)
-            if event.row.is_prefill and names:
+            if event.row.prefill and names:
                 how = "is consumed from its front" if event.kind == "consumed" else f"begins at {_names(names)}"
                 yield seen.finding(
                     "own-counter",
@@ -349,7 +334,7 @@ def runner_field(seen: Seen) -> Iterator[Finding]:
 def whole_prompt(seen: Seen) -> Iterator[Finding]:
     if seen.kind != "preprocess":
         return
-    of_decode = {event.place.key for event in _of(seen.with_fields, "return") if not event.row.is_prefill}
+    of_decode = {event.place.key for event in _of(seen.with_fields, "return") if not event.row.prefill}
     for event in _of(seen.with_fields, "return"):
         parts = event.value.elements
         if event.row not in (CHUNK, MIDDLE) or parts is None or len(parts) not in (3, 5):
@@ -386,8 +371,9 @@ def cannot_tell(seen: Seen) -> Iterator[Finding]:
     tests = seen.with_fields.tests
     if seen.with_fields.broken:
         where = Place(seen.method.source, seen.method.node)
-        names = _names(seen.with_fields.broken)
-        yield seen.finding("cannot-tell", "unknown", where, f"the hook cannot be followed to its end for: {names}")
+        lost = ", ".join(f"C={row.num_computed} S={row.span}" for row in ROWS if row in seen.with_fields.broken)
+        text = f"the hook cannot be followed to its end for P={CHUNK.prompt_len} and {lost}"
+        yield seen.finding("cannot-tell", "unknown", where, text)
         return
     for event in _of(seen.with_fields, "return"):
         rows = _rows(event.value) or event.value
@@ -425,7 +411,7 @@ def _kept(value: Value, seen: Seen) -> bool:
 
 
 def mtp_in_prefill(seen: Seen) -> Iterator[Finding]:
-    of_decode = {event.place.key for event in _of(seen.with_fields, "mtp") if not event.row.is_prefill}
+    of_decode = {event.place.key for event in _of(seen.with_fields, "mtp") if not event.row.prefill}
     for event in _of(seen.with_fields, "mtp"):
         if event.row in (CHUNK, MIDDLE) and (event.certain or event.place.key not in of_decode):
             text = f"{contract.MTP_INPUTS} are handed out for a prefill row, which never enters MTP"

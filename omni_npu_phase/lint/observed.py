@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from omni_npu_phase import contract
@@ -14,44 +13,46 @@ from omni_npu_phase.lint.values import Key, Place, Value
 class Row:
     """A row of a step as the runner schedules it."""
 
-    name: str
     prompt_len: int
     num_computed: int
     span: int
 
     @property
-    def is_prefill(self) -> bool:
+    def prefill(self) -> bool:
         return contract.is_prefill(self.prompt_len, self.num_computed)
 
     @property
-    def fields(self) -> Mapping[str, int | bool]:
-        values = (self.prompt_len, self.num_computed, self.is_prefill)
-        return dict(zip(contract.FIELDS, values, strict=True))
+    def fields(self) -> dict[str, int | bool]:
+        return dict(zip(contract.FIELDS, (self.prompt_len, self.num_computed, self.prefill), strict=True))
 
 
-CHUNK, MIDDLE, LAST = Row("chunk", 9, 0, 4), Row("middle", 9, 4, 4), Row("last", 9, 5, 4)
-CROSSING = Row("crossing", 9, 4, 8)
-WHOLE = Row("whole", 9, 0, 9)
-TAIL = Row("tail", 9, 8, 1)
-DECODE, LONG_DECODE = Row("decode", 9, 9, 1), Row("long decode", 9, 9, 2)
+CHUNK, MIDDLE, LAST, CROSSING, WHOLE = Row(9, 0, 4), Row(9, 4, 4), Row(9, 5, 4), Row(9, 4, 8), Row(9, 0, 9)
+TAIL, DECODE, LONG_DECODE = Row(9, 8, 1), Row(9, 9, 1), Row(9, 9, 2)
 ROWS = (CHUNK, MIDDLE, LAST, CROSSING, WHOLE, TAIL, DECODE, LONG_DECODE)
+
+
+Outcome = bool | int | str | None
+"""What a test gives: for a choice among several things the name or number chosen; None where it is unknown."""
 
 
 @dataclass(slots=True)
 class Test:
-    """A test that chooses what a hook does, and what it gave for each row; None where that is unknown."""
+    """A test that chooses what a hook does, and what it gave for each row."""
 
     place: Place
     touches: tuple[bool, bool]
     """Whether the hook does something where the test fails, and where it holds."""
     followed: bool = True
     """Whether it is seen what the test chooses. A value that leaves the walk may choose anything."""
-    outcomes: dict[str, bool | int | str | None] = field(default_factory=dict)
-    """By the row's name; where one of several things is chosen by its name or number, that."""
+    outcomes: dict[Row, Outcome] = field(default_factory=dict)
     mixed: bool = False
     """Whether it gave several outcomes for one row, in a loop."""
     made_of: list[Value] = field(default_factory=list)
     """What was tested, where the outcome is unknown."""
+
+    def of(self, *rows: Row) -> list[Outcome] | None:
+        """The outcomes for these rows; None where one of them does not come to the test."""
+        return [self.outcomes[row] for row in rows] if self.outcomes.keys() >= set(rows) else None
 
     @property
     def acts(self) -> bool:
@@ -84,7 +85,7 @@ class Observed:
     """Whether the hook looks for a field at all."""
     advanced: set[str] = field(default_factory=set)
     """Names under which the hook keeps something made from the span."""
-    broken: set[str] = field(default_factory=set)
+    broken: set[Row] = field(default_factory=set)
     """Rows for which the walk came to no end."""
     stored: set[str] = field(default_factory=set)
     """Names under which it keeps anything."""

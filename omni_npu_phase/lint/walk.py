@@ -55,7 +55,7 @@ class Walk(Calls):
         except operations.RaisedError:
             return
         except operations.BrokenError:
-            self.observed.broken.add(self.row.name)
+            self.observed.broken.add(self.row)
 
     def _block(self, statements: Sequence[ast.stmt], frame: Frame) -> Flow:
         for statement in statements:

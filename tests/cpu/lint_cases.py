@@ -963,6 +963,18 @@ CASES = [
         """,
     ),
     _case(
+        "an attempt at a state of its own",
+        UNKNOWN,
+        """
+        try:
+            self.past
+        except AttributeError:
+            self.past = 1
+            return input_ids, self.embed(input_ids), {}
+        return input_ids, self.audio(input_ids), {}
+        """,
+    ),
+    _case(
         "a first call in a helper",
         UNKNOWN,
         "return self.rows(input_ids, info)",
@@ -994,7 +1006,7 @@ CASES = [
     ],
     *[
         _case(
-            f"chosen by a statement: {choice.partition(chr(10))[0]}",
+            f"chosen by a statement: {choice.replace(chr(10), '; ')}",
             UNKNOWN,
             f"""
             rows = self.embed(input_ids)
@@ -1121,7 +1133,7 @@ CASES = [
     ),
     *[
         _case(
-            f"as many rows as the span: {rows.partition(chr(10))[0]}",
+            f"as many rows as the span: {rows.replace(chr(10), '; ')}",
             "",
             f"""
             start, span, length = info["_omni_num_computed_tokens"], len(input_ids), info["_omni_prompt_len"]
@@ -1252,7 +1264,7 @@ CASES = [
         "",
         """
         try:
-            speed = float(self.config.speed)
+            speed = self.speed_of(self.config)
         except (TypeError, ValueError):
             speed = 1.0
         if self.stage == "talker":
