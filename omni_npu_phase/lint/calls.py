@@ -245,11 +245,11 @@ class Calls(Expressions):
             return copied(first) if name in ("list", "tuple") else derived(given)
         if name == "enumerate" or name == "zip":
             lists = [entries(each) for each in given]
-            count = min((len(each) for each in lists if each is not None), default=0)
             if None not in lists:
-                rows = [[each[at] for each in lists if each is not None] for at in range(count)]
-                numbers = [[Value(const=at, span=first.span)] if name == "enumerate" else [] for at in range(count)]
-                return Value(elements=[Value(elements=[*numbers[at], *rows[at]]) for at in range(count)])
+                rows = [list(row) for row in zip(*(each or [] for each in lists), strict=False)]
+                if name == "enumerate":
+                    rows = [[Value(const=at, span=first.span), *row] for at, row in enumerate(rows)]
+                return Value(elements=[Value(elements=row) for row in rows])
             inner = [each.each or derived([each]) for each in given]
             return Value(each=Value(elements=[Value(), *inner] if name == "enumerate" else inner))
         return None
@@ -308,18 +308,12 @@ class Calls(Expressions):
         if name == "update":
             self._update(holder, given, named, place, frame)
             return Value(const=None)
-        if name in ("size", "numel", "nelement", "__len__", "dim"):
-            # Also as torch.numel(ids), and with the axis by name.
-            of, rest = (
-                (holder, list(given)) if holder.shape or not given or not given[0].shape else (given[0], given[1:])
-            )
-            return operations.size(name, of, [*rest, *named.values()])
+        if name in operations.OF_TENSORS and given and not (holder.state or holder.span or holder.shape):
+            holder, given = given[0], given[1:]  # torch.numel(ids) is ids.numel()
+        if name in operations.SIZES:
+            return operations.size(name, holder, [*given, *named.values()])
         if name == "prod" and given:
             return operations.number(name, given)
-        if name in operations.KEEPING_ROWS and given and given[0].shape is not None:
-            return given[0]
-        if name in operations.KEEPING_ROWS and given and (number := operations.only_number(given[0])) is not None:
-            return number
         if name == "item" and holder.shape and holder.shape[0].const not in (1, UNKNOWN):
             raise operations.BrokenError
         if name in operations.SAME_ROWS and (number := operations.only_number(holder)) is not None:
@@ -331,17 +325,13 @@ class Calls(Expressions):
             made.shape, made.measured, made.begun = holder.shape, holder.measured, holder.begun
             made.elements = holder.elements
             return made
-        if name in ("reshape", "view", "flatten", "unsqueeze", "squeeze", "expand"):
+        if name in operations.RESHAPES:
             return operations.reshaped(name, holder, given)
         if name == "narrow" and len(given) == 3:
-            return self._narrow(holder, given[1], given[2], place, frame)
-        if name == "narrow" and len(given) == 4:
-            return self._narrow(given[0], given[2], given[3], place, frame)
+            _, start, length = given
+            if start.keys and length.span:
+                self._event("slice", place, frame, start, start.keys)
+            return derived([holder, start, length])
         if name == "arange" and len(given) >= 2:
             self._sliced(given[0], given[1], place, frame)
         return None
-
-    def _narrow(self, holder: Value, start: Value, length: Value, place: Place, frame: Frame) -> Value:
-        if start.keys and length.span:
-            self._event("slice", place, frame, start, start.keys)
-        return derived([holder, start, length])

@@ -61,8 +61,12 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
 SAME_ROWS = frozenset(
     {"to", "clone", "detach", "contiguous", "cpu", "cuda", "npu", "pin_memory", "requires_grad_", "type", "type_as"}
     | {"long", "int", "float", "half", "bfloat16", "bool", "tolist", "numpy", "item"}
+    | {"as_tensor", "asarray", "array", "atleast_1d", "tensor"}
 )
-"""Methods of a tensor that keep its rows."""
+"""Methods and functions that keep a tensor's rows."""
+SIZES = frozenset({"size", "numel", "nelement", "__len__", "dim"})
+RESHAPES = frozenset({"reshape", "view", "flatten", "unsqueeze", "squeeze", "expand"})
+OF_TENSORS = SAME_ROWS | SIZES | RESHAPES | {"narrow"}
 
 
 _LONG = (str, bytes, list, tuple)
@@ -115,10 +119,6 @@ def number(name: str, given: Sequence[Value]) -> Value:
         except ValueError:
             pass
     return result
-
-
-KEEPING_ROWS = frozenset({"as_tensor", "asarray", "array", "atleast_1d", "clone", "tensor"})
-"""Functions that make a tensor of the same rows."""
 
 
 def only_number(value: Value) -> Value | None:
