@@ -15,9 +15,9 @@ from omni_npu_phase.lint.rules import RULES
 
 EPILOG = (
     "An error is a fault on every runner; a fallback is right while the runner keeps the contract and no request is "
-    "replayed; a note is worth knowing. To ignore a finding, write on its line, or alone on the line before it: "
-    "# omni-phase: ignore\\[rule] reason. Exit status: 0 no errors; 1 errors, or what --fail-on names; 2 something "
-    "could not be read, or wrong use."
+    "replayed; unknown means that lint cannot tell, so read that hook yourself; a note is worth knowing. To ignore a "
+    "finding, write on its line, or alone on the line before it: # omni-phase: ignore\\[rule] reason. Exit status: "
+    "0 no errors; 1 errors, or what --fail-on names; 2 something could not be read, or wrong use."
 )
 
 
@@ -30,6 +30,7 @@ class FormatOption(str, Enum):
 class FailOption(str, Enum):
     error = "error"
     fallback = "fallback"
+    unknown = "unknown"
     note = "note"
 
 

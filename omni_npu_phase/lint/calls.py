@@ -11,9 +11,9 @@ from typing import Literal
 from omni_npu_phase import contract
 from omni_npu_phase.lint import operations
 from omni_npu_phase.lint.effects import is_logger
-from omni_npu_phase.lint.expressions import Expressions, Frame, copied
+from omni_npu_phase.lint.expressions import Expressions, Frame, _named, copied
 from omni_npu_phase.lint.source import Model
-from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, derived, joined
+from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, derived, entries, joined
 
 Flow = Literal["next", "return", "raise", "loop"]
 """How it goes on after a statement."""
@@ -21,6 +21,9 @@ Flow = Literal["next", "return", "raise", "loop"]
 _DEPTH = 8
 _STATEMENTS = 20_000
 """Beyond these, calls are not followed any further."""
+_CHANGING = frozenset(
+    {"append", "add", "extend", "insert", "update", "setdefault", "pop", "remove", "discard", "clear"}
+)
 _TYPES: Mapping[str, type] = {
     "bool": bool,
     "int": int,
@@ -52,10 +55,12 @@ class Calls(Expressions):
         else:
             function = self._eval(node.func, frame)
         given, named, unpacked = self._arguments(node, frame)
-        if function.callee is not None:
-            return self._call(function.callee, given, named, unpacked, (*frame.chain, id(node)))
-        if function.made_by is not None:
-            return self._made(function.made_by, given, named, unpacked, frame, node)
+        chosen = function.chosen
+        if isinstance(function.const, Callee):
+            made = self._call(function.const, given, named, unpacked, (*frame.chain, id(node)))
+            return self._chosen(made, chosen)
+        if isinstance(function.const, Model):
+            return self._made(function.const, given, named, unpacked, frame, node)
         if isinstance(node.func, ast.Name):
             built_in = self._builtin(node.func.id, given, named, frame, place)
             if built_in is not None:
@@ -67,11 +72,11 @@ class Calls(Expressions):
             if is_logger(node.func):
                 return Value()
             self._escaped([*given, *named.values()], frame)
-            base = [] if holder.module else [holder]
+            base = [Value(chosen=chosen)] if holder.module else [holder]
             return derived([*base, *given, *named.values(), *([unpacked] if unpacked else [])])
         if not is_logger(node.func):
             self._escaped([*given, *named.values()], frame)
-        return derived([*given, *named.values(), *([unpacked] if unpacked else [])])
+        return derived([Value(chosen=chosen), *given, *named.values(), *([unpacked] if unpacked else [])])
 
     @staticmethod
     def _is_super(node: ast.expr) -> bool:
@@ -115,7 +120,7 @@ class Calls(Expressions):
         self._bind(callee, list(given), dict(named), unpacked, frame)
         if top:
             self.top = frame
-        unsure = self.unsure
+        unsure, under = self.unsure, self.under
         self.stack.append(callee.node)
         try:
             if isinstance(callee.node, ast.Lambda):
@@ -123,9 +128,9 @@ class Calls(Expressions):
             flow = self._block(callee.node.body, frame)
         finally:
             self.stack.pop()
-            self.unsure = unsure
+            self.unsure, self.under = unsure, under
         if flow == "raise" and not frame.returned:
-            raise operations.BrokenError
+            raise operations.RaisedError
         returned = frame.returned or [Value(const=None)]
         result = returned[0]
         for value in returned[1:]:
@@ -217,17 +222,21 @@ class Calls(Expressions):
         if name in ("getattr", "hasattr") and len(given) >= 2:
             key = given[1].const
             if not isinstance(key, str):
-                return Value()
+                return self._any_of([], given[1], place.node, frame)
             if name == "getattr":
-                return self._attribute(first, key, frame)
-            return Value(const=True) if first.items is not None and key in first.items else Value()
+                chosen = given[1].chosen
+                if given[1].span or given[1].fields:
+                    chosen |= self._tested(place.node, given[1], key, frame, (True, True))
+                return self._chosen(self._attribute(first, key, frame), chosen)
+            if first.items is not None and key in first.items:
+                return Value(const=True)
+            return Value(state=first.state or first.module, keys=frozenset({_named(first, key)}))
         if name == "setattr" and len(given) == 3 and isinstance(given[1].const, str):
-            self._store(first, given[1].const, given[2], Place(place.source, _loaded_attribute(place.node)), frame)
+            self._store(first, given[1].const, given[2], place, frame)
             return Value(const=None)
         if name == "dict" and (first.keywords or first.items is not None):
             made = copied(first)
             made.items, made.live = dict(first.items or {}), False
-            self._update(made, [], {key: named[key] for key in named if first.keywords}, place, frame)
             return self._dict(made, named, frame, place)
         if name in ("slice", "range") and len(given) >= 2:
             self._sliced(first, given[1], place, frame)
@@ -235,18 +244,20 @@ class Calls(Expressions):
         if name in ("list", "tuple", "reversed", "sorted"):
             return copied(first) if name in ("list", "tuple") else derived(given)
         if name == "enumerate" or name == "zip":
+            lists = [entries(each) for each in given]
+            if None not in lists:
+                rows = [list(row) for row in zip(*(each or [] for each in lists), strict=False)]
+                if name == "enumerate":
+                    rows = [[Value(const=at, span=first.span), *row] for at, row in enumerate(rows)]
+                return Value(elements=[Value(elements=row) for row in rows])
             inner = [each.each or derived([each]) for each in given]
-            parts = [Value(), *inner] if name == "enumerate" else inner
-            return Value(each=Value(elements=parts))
+            return Value(each=Value(elements=[Value(), *inner] if name == "enumerate" else inner))
         return None
 
     def _dict(self, made: Value, named: Mapping[str, Value], frame: Frame, place: Place) -> Value:
         """``dict(...)``, as a display with the same keys."""
         for key, value in named.items():
-            self._kept(frozenset({key}), value)
-            self._keyed(key, value, place, frame)
-            if key in contract.FIELDS:
-                self._event("field-key", place, frame, Value(const=key))
+            self._put(made, key, value, place, frame)
         made.items = {**(made.items or {}), **named}
         made.key_places |= dict.fromkeys(named, place)
         return made
@@ -257,7 +268,7 @@ class Calls(Expressions):
         kind = call.args[1]
         written = [ast.unparse(each) for each in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
         known = [_TYPES[name] for name in written if name in _TYPES]
-        result = Value()
+        result = Value(state=value.state, keys=value.keys)
         if value.const is not UNKNOWN:
             if value.const is None or len(known) == len(written):
                 result.const = isinstance(value.const, tuple(known))
@@ -278,6 +289,8 @@ class Calls(Expressions):
         frame: Frame,
         place: Place,
     ) -> Value | None:
+        if name in _CHANGING and holder.state:
+            self.observed.stored |= holder.keys
         if name in ("get", "pop", "setdefault", "__getitem__") and given:
             key = given[0]
             if name == "pop":
@@ -295,53 +308,30 @@ class Calls(Expressions):
         if name == "update":
             self._update(holder, given, named, place, frame)
             return Value(const=None)
-        if name == "copy" and not given:
-            made = copied(holder)
-            if holder.items is not None:
-                made.items = dict(holder.items)
-            made.live = False
-            return made
-        if name in ("items", "values", "keys") and not given:
-            if holder.keywords:
-                return Value(keywords=True, state=True, items=holder.items)
-            return Value(each=Value(elements=[Value(), holder.each])) if holder.each and name == "items" else holder
-        if name in ("size", "numel", "nelement", "__len__", "dim"):
-            # Also as torch.numel(ids), and with the axis by name.
-            of, rest = (
-                (holder, list(given)) if holder.shape or not given or not given[0].shape else (given[0], given[1:])
-            )
-            return operations.size(name, of, [*rest, *named.values()])
+        if name in operations.OF_TENSORS and given and not (holder.state or holder.span or holder.shape):
+            holder, given = given[0], given[1:]  # torch.numel(ids) is ids.numel()
+        if name in operations.SIZES:
+            return operations.size(name, holder, [*given, *named.values()])
         if name == "prod" and given:
             return operations.number(name, given)
-        if name in operations.KEEPING_ROWS and given and given[0].shape is not None:
-            return given[0]
-        if name in operations.KEEPING_ROWS and given and (number := operations.only_number(given[0])) is not None:
-            return number
+        if name == "item" and holder.shape and holder.shape[0].const not in (1, UNKNOWN):
+            raise operations.BrokenError
         if name in operations.SAME_ROWS and (number := operations.only_number(holder)) is not None:
             return number
         if name == "Size" and given and given[0].elements is not None:
             return Value(elements=given[0].elements)
         if name in operations.SAME_ROWS and (holder.shape is not None or name != "item"):
             made = derived([holder])
-            made.shape, made.checked, made.begun = holder.shape, holder.checked, holder.begun
+            made.shape, made.measured, made.begun = holder.shape, holder.measured, holder.begun
             made.elements = holder.elements
             return made
-        if name in ("reshape", "view", "flatten", "unsqueeze", "squeeze", "expand"):
+        if name in operations.RESHAPES:
             return operations.reshaped(name, holder, given)
         if name == "narrow" and len(given) == 3:
-            return self._narrow(holder, given[1], given[2], place, frame)
-        if name == "narrow" and len(given) == 4:
-            return self._narrow(given[0], given[2], given[3], place, frame)
+            _, start, length = given
+            if start.keys and length.span:
+                self._event("slice", place, frame, start, start.keys)
+            return derived([holder, start, length])
         if name == "arange" and len(given) >= 2:
             self._sliced(given[0], given[1], place, frame)
         return None
-
-    def _narrow(self, holder: Value, start: Value, length: Value, place: Place, frame: Frame) -> Value:
-        if start.keys and length.span:
-            self._event("slice", place, frame, start, start.keys)
-        return derived([holder, length])
-
-
-def _loaded_attribute(call: ast.AST) -> ast.AST:
-    """``setattr(self, name, value)`` stores an attribute, not a key."""
-    return call.args[0] if isinstance(call, ast.Call) else call

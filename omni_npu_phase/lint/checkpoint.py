@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class a checkpoint or a module means, and whether lint finds it safe for chunked prefill.
-
-A look shows what the code does with a row, as far as it can be followed: that its hooks tell prefill from decode by the
-runner's fields, or by the span, or break the contract in another way. Everything else it cannot tell.
-"""
+"""Which class a checkpoint or a module means, and lint's verdict on it."""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from omni_npu_phase.lint import source
-from omni_npu_phase.lint.findings import Judged, judge
+from omni_npu_phase.lint.findings import Answer, judge
 from omni_npu_phase.lint.report import as_dict
 from omni_npu_phase.lint.source import Model, Source, UnreadableError, module_file
 
-Verdict = Literal["decides by the fields", "decides by span", "breaks the contract", "cannot tell", "has no hook"]
+Verdict = Answer | Literal["has no hook"]
 
 _MODELS = "model_executor/models"
 
@@ -47,7 +42,6 @@ def look_at(model: str) -> list[Look]:
     A folder's ``config.json`` names the architecture, and the installed vLLM-Omni its class. Where that class has no
     hook, or the look cannot tell, its family's other classes are looked at too. Raises :class:`UnknownModelError`.
     """
-    source.read.cache_clear()
     try:
         return _look_at_checkpoint(Path(model)) if Path(model).is_dir() else _look_at_module(model)
     except UnreadableError as error:
@@ -125,35 +119,7 @@ def _look(file: Source, cls: str) -> Look:
     model = Model.of(file, cls)
     judged = judge(model)
     if judged is not None:
-        verdict, reason = _verdict(judged)
-        return Look(cls, str(judged.file), verdict, reason, findings=[as_dict(found) for found in judged.findings])
+        return Look(cls, str(judged.file), *judged.answer, findings=[as_dict(found) for found in judged.findings])
     if model.unknown:
         return Look(cls, str(file.path), "cannot tell", f"it may inherit a hook from {', '.join(model.unknown)}")
     return Look(cls, str(file.path), "has no hook", "neither it nor its bases have a preprocess hook")
-
-
-def _verdict(judged: Judged) -> tuple[Verdict, str]:
-    errors = [found for found in judged.findings if found.severity == "error"]
-    by_span = [found for found in errors if found.rule == "span-phase"]
-    if errors:
-        reason = "; ".join(f"{found.message} (line {found.line})" for found in by_span or errors)
-        return "decides by span" if by_span else "breaks the contract", reason
-    beside = [found.line for found in judged.findings if found.rule == "span-beside-phase"]
-    fields = sorted({getattr(place.node, "lineno", 0) for place in judged.by_phase})
-    if fields and beside:
-        return "cannot tell", f"reads the phase, and lets its span overrule it ({_lines(beside)})"
-    if fields:
-        others = sorted(
-            {f"{found.rule} ({_lines([found.line])})" for found in judged.findings if found.severity != "note"}
-        )
-        return "decides by the fields", f"{_lines(fields)}{f'; beside it {_and(others)}' if others else ''}"
-    return "cannot tell", f"{_and(judged.hooks)} {'decides' if len(judged.hooks) == 1 else 'decide'} by neither"
-
-
-def _lines(numbers: Iterable[int]) -> str:
-    known = sorted(set(numbers))
-    return f"line{'s' if len(known) > 1 else ''} {', '.join(map(str, known))}"
-
-
-def _and(names: Sequence[str]) -> str:
-    return ", ".join(names)

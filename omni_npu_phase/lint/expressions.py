@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,9 @@ from typing import Any
 from omni_npu_phase import contract
 from omni_npu_phase.lint import operations
 from omni_npu_phase.lint.effects import touches
+from omni_npu_phase.lint.observed import Event, Observed, Outcome, Row, Test
 from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError
-from omni_npu_phase.lint.trace import Event, Row, Test, Trace
-from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, concrete, derived, joined, truth
+from omni_npu_phase.lint.values import UNKNOWN, Callee, Key, Place, Value, concrete, derived, entries, joined, truth
 
 
 @dataclass(slots=True)
@@ -31,17 +32,15 @@ class Frame:
     returned: list[Value] = field(default_factory=list)
     shared: set[str] = field(default_factory=set)
     """Names that it declares global or nonlocal."""
-    lengths: list[Value] = field(default_factory=list)
-    """Lengths that were compared in a test whose one side returned."""
 
 
 class Expressions(ABC):
     """The expressions of a hook, for one row. ``fields``: whether the runner passes the three fields."""
 
-    def __init__(self, model: Model, row: Row, fields: bool, trace: Trace) -> None:
+    def __init__(self, model: Model, row: Row, fields: bool, observed: Observed) -> None:
         self.row = row
         self.fields = fields
-        self.trace = trace
+        self.observed = observed
         self.this = Value(instance=model, items={}, module=True)
         self.model = model
         self.top: Frame | None = None
@@ -49,6 +48,7 @@ class Expressions(ABC):
         self.statements = 0
         self.asked = 0
         self.stack: list[ast.AST] = []
+        self.under: frozenset[Key] = frozenset()
 
     @abstractmethod
     def _call(
@@ -65,25 +65,40 @@ class Expressions(ABC):
         self,
         node: ast.AST,
         test: Value,
-        outcome: bool | None,
+        outcome: Outcome,
         frame: Frame,
         touches: tuple[bool, bool],
         followed: bool = True,
-    ) -> None:
-        if not any(touches):
-            return
+    ) -> frozenset[Key]:
         key = (self.fields, *frame.chain, id(node))
         place = test.test or Place(frame.source, getattr(node, "test", node))
-        seen = self.trace.tests.setdefault(key, Test(place, touches, followed))
+        seen = self.observed.tests.setdefault(key, Test(place, touches, followed))
         if test.test is not None:
             seen.place = place
-        name = self.row.name
-        seen.outcomes[name] = outcome if seen.outcomes.get(name, outcome) == outcome else None
+        if seen.outcomes.setdefault(self.row, outcome) != outcome:
+            seen.outcomes[self.row] = None
+            seen.mixed = True
+        if outcome is None:
+            seen.made_of.append(test)
+        return frozenset({key})
+
+    def _chosen(self, value: Value, tests: frozenset[Key] | None = None) -> Value:
+        """The same value, made under these tests, or under those that lead here."""
+        tests = self.under if tests is None else tests
+        if tests <= value.chosen or value is self.this:
+            return value
+        if value.items is None and (value.state or value.instance is not None):
+            value.items = {}  # what is stored in one is stored in the other
+        made = copied(value)
+        made.chosen = value.chosen | tests
+        if value.elements is not None:
+            made.elements = [self._chosen(each, tests) for each in value.elements]
+        return made
 
     def _escaped(self, values: Sequence[Value], frame: Frame) -> None:
         """A phase that goes where it is not followed decides there."""
         for value in values:
-            if isinstance(value.const, bool) and (value.read is not None or value.test is not None):
+            if isinstance(value.const, bool) and (value.fields or value.test is not None):
                 place = value.test or Place(frame.source, frame.node)
                 self._tested(place.node, value, value.const, frame, (True, True), followed=False)
             elif value.elements is not None:
@@ -100,7 +115,7 @@ class Expressions(ABC):
         keys: frozenset[str] = frozenset(),
     ) -> None:
         where = place or Place(frame.source, frame.node)
-        self.trace.events.append(Event(kind, where, self.row, not self.unsure, value, keys))
+        self.observed.events.append(Event(kind, where, self.row, not self.unsure, value, keys, self.under))
 
     def _removed(self, holder: Value, key: Value, node: ast.AST, frame: Frame) -> None:
         if holder.live and key.const in contract.FIELDS:
@@ -113,14 +128,20 @@ class Expressions(ABC):
 
     def _assign(self, target: ast.expr, value: Value, frame: Frame) -> None:
         if isinstance(target, ast.Name):
-            frame.env[target.id] = value
+            frame.env[target.id] = self._chosen(value)
             if target.id in frame.shared:
                 self._escaped([value], frame)
         elif isinstance(target, (ast.Tuple, ast.List)):
-            known = value.elements
+            known = entries(value)
+            starred = [at for at, each in enumerate(target.elts) if isinstance(each, ast.Starred)]
+            if known is not None and starred:
+                first, last = starred[0], len(known) - (len(target.elts) - 1 - starred[0])
+                known = [*known[:first], Value(elements=known[first:last], span=value.span), *known[last:]]
             if known is not None and len(known) == len(target.elts):
                 for each, part in zip(target.elts, known, strict=True):
                     self._assign(each, part, frame)
+            elif value.shape is not None and known is not None:
+                raise operations.BrokenError
             else:
                 for each in target.elts:
                     self._assign(each, value.each or derived([value]), frame)
@@ -138,10 +159,8 @@ class Expressions(ABC):
             self._store(self._eval(target.value, frame), target.attr, value, Place(frame.source, target), frame)
 
     def _store(self, holder: Value, key: str, value: Value, place: Place, frame: Frame) -> None:
-        if key in contract.FIELDS and isinstance(place.node, (ast.Subscript, ast.Call, ast.AugAssign, ast.Dict)):
-            self._event("runner-field", place, frame, Value(const=key))
-        self._kept(frozenset({key}), value)
-        self._keyed(key, value, place, frame)
+        self._put(holder, key, value, place, frame)
+        value = self._chosen(value)
         if holder.state or holder.instance is not None:
             self._escaped([value], frame)
         if holder.items is None:
@@ -151,15 +170,20 @@ class Expressions(ABC):
         holder.items[key] = value
         holder.key_places[key] = place
 
-    def _keyed(self, key: str, value: Value, place: Place, frame: Frame) -> None:
+    def _put(self, holder: Value, key: str, value: Value, place: Place, frame: Frame) -> None:
+        """Note what is kept under a name: for the request, in the model, or in a dictionary of the hook's own."""
+        self._kept(frozenset({_named(holder, key)}), value)
+        if key in contract.FIELDS and not holder.module and holder.instance is None:
+            self._event("runner-field" if holder.state else "field-key", place, frame, Value(const=key))
         if key in value.rest_of:
             self._event("consumed", place, frame, value, frozenset({key}))
         if key == contract.MTP_INPUTS and value.const is not None:
             self._event("mtp", place, frame, value)
 
     def _kept(self, keys: frozenset[str], value: Value) -> None:
+        self.observed.stored |= keys
         if value.span:
-            self.trace.advanced |= keys
+            self.observed.advanced |= keys
 
     def _update(
         self, holder: Value, given: Sequence[Value], named: Mapping[str, Value], place: Place, frame: Frame
@@ -167,13 +191,11 @@ class Expressions(ABC):
         for each in given:
             for key, value in (each.items or {}).items() if not each.keywords else ():
                 self._store(holder, key, value, each.key_places.get(key, place), frame)
-                if key in contract.FIELDS:
-                    self._event("runner-field", place, frame, Value(const=key))
         for key, value in named.items():
             self._store(holder, key, value, place, frame)
 
     def _eval(self, node: ast.expr, frame: Frame) -> Value:
-        method: Callable[[Any, Frame], Value] | None = getattr(self, f"_eval_{type(node).__name__.lower()}", None)
+        method: Callable[[Any, Frame], Value] | None = getattr(self, _method_for(type(node)), None)
         if method is not None:
             return method(node, frame)
         inner = [self._eval(each, frame) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
@@ -187,14 +209,16 @@ class Expressions(ABC):
         while scope is not None:
             if node.id in scope.env:
                 return scope.env[node.id]
+            if node.id in scope.shared:
+                return Value(state=True, keys=frozenset({node.id}))
             scope = scope.scope
         return self._global(frame.source, node.id)
 
     def _global(self, source: Source, name: str) -> Value:
         if name in source.functions:
-            return Value(callee=Callee(source, source.functions[name]))
+            return Value(const=Callee(source, source.functions[name]))
         if name in source.classes:
-            return Value(made_by=Model.of(source, name))
+            return Value(const=Model.of(source, name))
         if name in source.constants:
             try:
                 return Value(const=ast.literal_eval(source.constants[name]))
@@ -253,25 +277,25 @@ class Expressions(ABC):
                 made.items[repr(name)] = value
                 continue
             place = Place(frame.source, key)
-            self._kept(frozenset({name}), value)
-            self._keyed(name, value, place, frame)
-            if name in contract.FIELDS:
-                self._event("field-key", place, frame, Value(const=name))
-            if made.keywords and name in contract.FIELDS:
-                self._event("runner-field", place, frame, Value(const=name))
+            self._put(made, name, value, place, frame)
             made.items[name] = value
             made.key_places[name] = place
         return made
 
     def _eval_dictcomp(self, node: ast.DictComp, frame: Frame) -> Value:
-        over = self._eval(node.generators[0].iter, frame)
-        if over.keywords:
-            return Value(keywords=True, state=True, items=over.items)
-        return derived([over])
+        return derived([self._eval(each.iter, frame) for each in node.generators])
 
     def _eval_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, frame: Frame) -> Value:
         saved = dict(frame.env)
         over = [self._eval(each.iter, frame) for each in node.generators]
+        known = entries(over[0])
+        if len(over) == 1 and not node.generators[0].ifs and known is not None and len(known) <= 16:
+            parts: list[Value] = []
+            for part in known:
+                self._assign(node.generators[0].target, part, frame)
+                parts.append(self._eval(node.elt, frame))
+            frame.env = saved
+            return Value(elements=parts, span=over[0].span)
         for each, values in zip(node.generators, over, strict=True):
             self._assign(each.target, values.each or derived([values]), frame)
         inner = self._eval(node.elt, frame)
@@ -280,8 +304,19 @@ class Expressions(ABC):
 
     _eval_setcomp = _eval_generatorexp = _eval_listcomp
 
+    def _eval_joinedstr(self, node: ast.JoinedStr, frame: Frame) -> Value:
+        parts = [self._eval(each, frame) for each in node.values]
+        result = derived(parts)
+        if all(part.const is not UNKNOWN for part in parts):
+            result.const = "".join(str(part.const) for part in parts)
+        return result
+
+    def _eval_formattedvalue(self, node: ast.FormattedValue, frame: Frame) -> Value:
+        value = self._eval(node.value, frame)
+        return opened(value) if node.format_spec is not None or node.conversion != -1 else value
+
     def _eval_lambda(self, node: ast.Lambda, frame: Frame) -> Value:
-        return Value(callee=Callee(frame.source, node, frame.owner, None, frame))
+        return Value(const=Callee(frame.source, node, frame.owner, None, frame))
 
     def _eval_namedexpr(self, node: ast.NamedExpr, frame: Frame) -> Value:
         value = self._eval(node.value, frame)
@@ -294,17 +329,17 @@ class Expressions(ABC):
     def _eval_ifexp(self, node: ast.IfExp, frame: Frame) -> Value:
         test = self._eval(node.test, frame)
         outcome = truth(test)
-        self._tested(node, test, outcome, frame, (touches([node.orelse]), touches([node.body])))
+        key = self._tested(node, test, outcome, frame, (touches([node.orelse]), touches([node.body])))
         if outcome is not None:
             value = self._eval(node.body if outcome else node.orelse, frame)
         else:
             self.unsure += 1
             value = joined(self._eval(node.body, frame), self._eval(node.orelse, frame))
             self.unsure -= 1
-        if test.span and value.test is None and not value.alternatives:
+        if test.span and value.test is None:
             value = copied(value)
             value.span, value.test = True, test.test
-        return value
+        return self._chosen(value, key)
 
     def _eval_boolop(self, node: ast.BoolOp, frame: Frame) -> Value:
         """Python's own, with a third outcome: what is not known decides nothing, a later operand may."""
@@ -334,6 +369,9 @@ class Expressions(ABC):
     @staticmethod
     def _tagged(value: Value, parts: Sequence[Value]) -> Value:
         made = derived(parts)
+        if made.fields and not value.fields:
+            value = copied(value)
+            value.fields = True
         if not made.span or (value.span and value.test is not None):
             return value
         value = copied(value)
@@ -375,8 +413,10 @@ class Expressions(ABC):
             result.const = True
         if result.span and result.test is None:
             result.test = Place(frame.source, node)
-        if any(side.span for side in sides):
-            result.lengths += [side.length_of for side in sides if side.length_of is not None]
+        if result.span:
+            for side in sides:
+                if side.length_of is not None:
+                    side.length_of.measured = True
         return result
 
     def _compared(self, op: ast.cmpop, left: Value, right: Value) -> bool | None:
@@ -384,14 +424,14 @@ class Expressions(ABC):
         if isinstance(op, (ast.In, ast.NotIn)):
             if one in contract.FIELDS and other is UNKNOWN:
                 self.asked += 1
-                self.trace.asked = True
+                self.observed.asked = True
                 return self.fields is isinstance(op, ast.In)
             if one is UNKNOWN or other is UNKNOWN:
                 return None
         if isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)) and None in (one, other):
             value = right if one is None else left
             known = one if value is left else other
-            if known is UNKNOWN and not (value.shape or value.callee or value.elements is not None):
+            if known is UNKNOWN and not (value.shape or value.elements is not None):
                 return None
             same = known is None
             return same if isinstance(op, (ast.Is, ast.Eq)) else not same
@@ -413,12 +453,12 @@ class Expressions(ABC):
         if name == "shape":
             if holder.shape is not None:
                 return Value(elements=holder.shape)
-            return Value(span=holder.span, each=Value(span=holder.span, length_of=holder))
+            return Value(span=holder.span, each=operations.length(holder))
         if holder.items is not None and name in holder.items:
             return holder.items[name]
         if name in contract.FIELDS and not holder.module:
             return self._field(name, None, frame, Place(frame.source, frame.node))
-        model = holder.instance or holder.made_by
+        model = holder.instance or (holder.const if isinstance(holder.const, Model) else None)
         if model is not None:
             found = model.method(name)
             if found is not None:
@@ -441,20 +481,20 @@ class Expressions(ABC):
         if "staticmethod" in method.decorators:
             bound = None
         elif "classmethod" in method.decorators:
-            bound = Value(made_by=holder.instance or holder.made_by)
-        elif holder.made_by is not None:
+            bound = Value(const=holder.instance or holder.const)
+        elif isinstance(holder.const, Model):
             bound = None
-        value = Value(callee=Callee(method.source, method.node, method.cls, bound))
+        callee = Callee(method.source, method.node, method.cls, bound)
         if method.decorators & {"property", "cached_property"} and holder.instance is not None:
-            assert value.callee is not None
-            return self._call(value.callee, [], {}, None, ())
-        return value
+            return self._call(callee, [], {}, None, ())
+        return Value(const=callee)
 
     @staticmethod
     def _child(holder: Value, name: str, module: bool = False) -> Value:
         if holder.items is None:
             holder.items = {}
-        return holder.items.setdefault(name, Value(state=True, keys=frozenset({name}), module=module))
+        keys = frozenset({_named(holder, name)})
+        return holder.items.setdefault(name, Value(state=True, keys=keys, module=module))
 
     def _key(self, holder: Value, key: Value, default: Value | None, frame: Frame, place: Place) -> Value:
         name = key.const
@@ -468,22 +508,30 @@ class Expressions(ABC):
             if holder.items is not None:
                 return default or Value()
         if holder.items is not None and not holder.state:
-            if key.span and name is not UNKNOWN:
-                self._tested(place.node, key, repr(name) in holder.items, frame, (True, True))
+            tests = key.chosen
+            if (key.span or key.fields) and name is not UNKNOWN:
+                outcome = repr(name) in holder.items and repr(name)
+                tests |= self._tested(place.node, key, outcome, frame, (True, True))
             if repr(name) in holder.items or name is not UNKNOWN:
-                return holder.items.get(repr(name), default or Value())
+                return self._chosen(holder.items.get(repr(name), default or Value()), tests)
+            return self._any_of([*holder.items.values()], key, place.node, frame)
         if holder.each is not None:
             return holder.each
         return derived([holder])
+
+    def _any_of(self, values: Sequence[Value], key: Value, node: ast.AST, frame: Frame) -> Value:
+        """What an unknown key or name chooses among these."""
+        chosen = self._tested(node, key, None, frame, (True, True))
+        return self._chosen(functools.reduce(joined, values) if values else Value(), chosen | key.chosen)
 
     def _field(self, name: str, default: Value | None, frame: Frame, place: Place) -> Value:
         if default is not None and default.const not in (UNKNOWN, None) and not default.span:
             self._event("field-default", place, frame, Value(const=name))
         self.asked += 1
-        self.trace.asked = True
+        self.observed.asked = True
         if self.fields:
-            self.trace.reads.add(name)
-            return Value(const=self.row.fields[name], read=name)
+            self.observed.reads.add(name)
+            return Value(const=self.row.fields[name], fields=name != contract.PROMPT_LEN)
         if default is None:
             raise operations.BrokenError
         return default
@@ -496,15 +544,20 @@ class Expressions(ABC):
         if isinstance(node.slice, ast.Tuple) and node.slice.elts and isinstance(node.slice.elts[0], ast.Slice):
             return self._slice(holder, node.slice.elts[0], place, frame)
         key = self._eval(node.slice, frame)
-        if isinstance(key.const, bool) and key.span:
-            self._tested(node, key, key.const, frame, (True, True))
+        tests = key.chosen
+        if holder.elements is not None and isinstance(key.const, int) and (key.span or key.fields):
+            tests |= self._tested(node, key, key.const, frame, (True, True))
         if holder.elements is not None and isinstance(key.const, int) and -len(holder.elements) <= key.const:
             if key.const < len(holder.elements):
-                return holder.elements[key.const]
+                return self._chosen(holder.elements[key.const], tests)
             return Value()
-        if isinstance(key.const, str) or holder.items is not None or holder.each is not None:
+        if holder.elements and key.const is UNKNOWN:
+            return self._any_of(holder.elements, key, node, frame)
+        known = holder.items is not None and not (holder.state and not holder.keywords)
+        if isinstance(key.const, str) or known or holder.each is not None:
             return self._key(holder, key, None, frame, place)
-        part = derived([holder, Value(span=key.span)])
+        part = derived([holder, Value(span=key.span, fields=key.fields, chosen=key.chosen)])
+        part.keys |= key.keys
         part.part = holder.part or isinstance(key.const, int) or key.span
         return part
 
@@ -520,9 +573,13 @@ class Expressions(ABC):
         if node.lower is None and upper is None:
             return holder
         bounds = [lower] if upper is None else [lower, upper]
-        result = derived([Value(span=each.span) for each in bounds])
+        result = derived([Value(span=each.span, fields=each.fields, chosen=each.chosen) for each in (*bounds, holder)])
         result.state, result.keys, result.part = holder.state, holder.keys, True
-        result.span = result.span or holder.span
+        result.measured = holder.measured
+        if holder.state:
+            result.cut = holder.cut or (lower.fields and (upper is None or upper.span or upper.fields))
+        else:
+            result.cut = holder.cut or (upper is not None and upper.fields)
         result.shape = _cut(holder.shape, lower, upper)
         if upper is None:
             result.begun = lower.keys if not lower.span else frozenset()
@@ -535,12 +592,22 @@ class Expressions(ABC):
         return result
 
 
+@functools.cache
+def _method_for(kind: type) -> str:
+    return f"_eval_{kind.__name__.lower()}"
+
+
 def _cut(shape: list[Value] | None, lower: Value, upper: Value | None) -> list[Value] | None:
     """The shape of a slice of known length."""
     ends = (lower.const, None if upper is None else upper.const)
     if not shape or not isinstance(shape[0].const, int) or not all(isinstance(end, int | None) for end in ends):
         return None
     return [Value(const=len(range(shape[0].const)[slice(*ends)]), span=True), *shape[1:]]
+
+
+def _named(holder: Value, name: str) -> str:
+    """The name under which something is kept: attributes of the model apart from keys of a request."""
+    return f"self.{name}" if holder.module or holder.instance is not None else name
 
 
 def copied(value: Value) -> Value:

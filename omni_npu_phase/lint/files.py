@@ -15,7 +15,8 @@ from omni_npu_phase.lint.report import Report
 from omni_npu_phase.lint.rules import Finding
 from omni_npu_phase.lint.source import Model, UnreadableError
 
-_MENTIONS = re.compile(r"preprocess|omni-phase:")
+_HOOK = r"preprocess(_decode_batch)?(_mrv2)?"
+_MENTIONS = re.compile(rf"def preprocess|set_custom_preprocess|\b{_HOOK} *=[^=]|[\"']{_HOOK}[\"']|omni-phase:")
 
 
 def lint(paths: Sequence[Path], say: Callable[[str], None] = lambda text: None) -> Report:
@@ -24,7 +25,6 @@ def lint(paths: Sequence[Path], say: Callable[[str], None] = lambda text: None) 
     What cannot be read is listed in the report. Raises :class:`UnreadableError` for a path that is no Python file and
     no folder with one: there is nothing to report then.
     """
-    source.read.cache_clear()
     report = Report()
     asked: dict[Path, bool] = {}
     for path in paths:

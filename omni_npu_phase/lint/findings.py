@@ -7,11 +7,25 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from omni_npu_phase import contract
+from omni_npu_phase.lint.observed import (
+    CHUNK,
+    CROSSING,
+    DECODE,
+    LAST,
+    LONG_DECODE,
+    MIDDLE,
+    ROWS,
+    TAIL,
+    WHOLE,
+    Event,
+    Observed,
+    Test,
+)
 from omni_npu_phase.lint.rules import SEVERITIES, Finding, Severity
 from omni_npu_phase.lint.source import Method, Model, UnreadableError, statements_in
-from omni_npu_phase.lint.trace import CHUNK, DECODE, LAST, LONG_DECODE, MIDDLE, ROWS, TAIL, WHOLE, Event, Test, Trace
 from omni_npu_phase.lint.values import Place, Value
 from omni_npu_phase.lint.walk import Walk
 
@@ -26,6 +40,10 @@ _KINDS = {
 """What the runner calls on a model, and how."""
 _CUSTOM = {"set_custom_preprocess": "preprocess", "set_custom_postprocess": "postprocess"}
 _DECIDING = {"preprocess", "decode_batch"}
+_DECIDES = "decides between prefill and decode"
+
+
+Answer = Literal["decides by the fields", "needs no phase", "decides by span", "breaks the contract", "cannot tell"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +60,32 @@ class Judged:
     """Where its first hook is written: its own file, or a base's."""
 
     @property
-    def verdict(self) -> str:
-        """The gravest severity, or ``clean``; notes are no fault."""
-        return next(
-            (each for each in SEVERITIES[:2] if any(found.severity == each for found in self.findings)), "clean"
+    def verdict(self) -> Severity | Literal["clean"]:
+        """``unknown`` before ``fallback``: what cannot be told is not right while the runner keeps the contract."""
+        severities = {found.severity for found in self.findings}
+        order: Sequence[Severity] = ("error", "unknown", "fallback")
+        return next((each for each in order if each in severities), "clean")
+
+    @property
+    def answer(self) -> tuple[Answer, str]:
+        """The verdict in words, and what it rests on."""
+        if self.verdict in ("error", "unknown"):
+            gravest = [found for found in self.findings if found.severity == self.verdict]
+            by_span = [found for found in gravest if found.rule == "span-phase"]
+            reason = "; ".join(f"{found.message} (line {found.line})" for found in by_span or gravest)
+            if self.verdict == "unknown":
+                return "cannot tell", reason
+            return "decides by span" if by_span else "breaks the contract", reason
+        beside = sorted(
+            {f"{found.rule} (line {found.line})" for found in self.findings if found.severity == "fallback"}
         )
+        more = f"; beside it {', '.join(beside)}" if beside else ""
+        lines = sorted({place.key[1] for place in self.by_phase})
+        if lines:
+            return "decides by the fields", f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}{more}"
+        if contract.NUM_COMPUTED in self.reads:
+            return "decides by the fields", f"it goes by the runner's progress{more}"
+        return "needs no phase", f"what it returns is made of the row's own tokens{more}"
 
 
 def judge(model: Model) -> Judged | None:
@@ -61,12 +100,14 @@ def judge(model: Model) -> Judged | None:
         walked = [_walked(model, kind, method) for kind, method in hooks]
     except RecursionError as error:
         raise UnreadableError(f"{model.source.path}: {model.name} is nested too deeply to be followed") from error
-    advanced = {name for seen in walked for trace in (seen.with_fields, seen.without) for name in trace.advanced}
+    advanced = {name for seen in walked for each in (seen.with_fields, seen.without) for name in each.advanced}
+    stored = {name for seen in walked for name in seen.with_fields.stored} | set(_stored_later(model))
     found: dict[tuple[str, int, int, str], Finding] = {}
     reads: set[str] = set()
     by_phase: dict[tuple[str, int, int], Place] = {}
     for seen in walked:
         seen.advanced.update(advanced)
+        seen.stored.update(stored)
         if seen.kind in _DECIDING:
             reads |= seen.with_fields.reads
             by_phase |= {place.key: place for place in seen.by_phase}
@@ -76,6 +117,8 @@ def judge(model: Model) -> Judged | None:
             if known is None or SEVERITIES.index(finding.severity) < SEVERITIES.index(known.severity):
                 found[place] = finding
     names = tuple(dict.fromkeys(method.node.name for _, method in hooks))
+    if any(each.severity == "error" for each in found.values()):
+        found = {place: each for place, each in found.items() if each.severity != "unknown"}
     return Judged(
         model, names, tuple(sorted(found.values())), frozenset(reads), tuple(by_phase.values()), hooks[0][1].source.path
     )
@@ -126,6 +169,18 @@ def _named(value: ast.expr) -> str:
     return getattr(value, "attr", "") or getattr(value, "id", "")
 
 
+def _stored_later(model: Model) -> Iterator[str]:
+    """Attributes that any method stores once the model is loaded."""
+    for method in model.methods():
+        for node in ast.walk(method.node) if method.node.name not in ("__init__", "load_weights") else ():
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and _is_self(node.value):
+                yield f"self.{node.attr}"
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
 def _takes_tokens(method: Method) -> bool:
     """Whether a ``preprocess`` can be the runner's: image processors have methods of that name too."""
     arguments = method.node.args
@@ -136,14 +191,14 @@ def _takes_tokens(method: Method) -> bool:
 
 
 def _walked(model: Model, kind: str, method: Method) -> Seen:
-    with_fields, without = Trace(), Trace()
+    with_fields, without = Observed(), Observed()
     rows = ROWS if kind in ("preprocess", "postprocess") else (DECODE,)
     for row in rows:
         Walk(model, row, True, with_fields).hook(method, kind)
     # A hook that asks for no field does the same on a runner without them.
     for row in rows if with_fields.asked else ():
         Walk(model, row, False, without).hook(method, kind)
-    return Seen(model, kind, with_fields, without)
+    return Seen(model, method, kind, with_fields, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +206,19 @@ class Seen:
     """The walks of one hook: with the three fields, as a conforming runner passes them, and without."""
 
     model: Model
+    method: Method
     kind: str
-    with_fields: Trace
-    without: Trace
+    with_fields: Observed
+    without: Observed
     advanced: set[str] = field(default_factory=set)
     """Names under which any hook of the model keeps something made from a span."""
+    stored: set[str] = field(default_factory=set)
+    """Names under which any hook of the model keeps anything."""
 
     @property
     def by_phase(self) -> list[Place]:
         """Tests by which the hook tells the phase from the fields."""
-        return [test.place for test in self.with_fields.tests.values() if _by_phase(test)]
+        return [test.place for test in self.with_fields.tests.values() if test.acts and _by_phase(test)]
 
     @property
     def uses_fields(self) -> bool:
@@ -173,64 +231,51 @@ class Seen:
 
 
 def span_phase(seen: Seen) -> Iterator[Finding]:
-    for test in seen.with_fields.tests.values():
+    for test in _acting(seen.with_fields):
         if _by_span(test):
-            yield seen.finding(
-                "span-phase",
-                "error",
-                test.place,
-                f"`{test.place.code}` decides between prefill and decode: a one-token tail of a prompt is taken for "
-                "decode",
-            )
-        elif _by_whole_prompt(test) and not seen.uses_fields:
-            text = f"`{test.place.code}` decides between prefill and decode: a chunk of a prompt is taken for decode"
+            text = f"`{test.place.code}` {_DECIDES}: a one-token tail of a prompt is taken for decode"
             yield seen.finding("span-phase", "error", test.place, text)
-    for test in seen.without.tests.values():
+        elif _by_whole_prompt(test) and not seen.uses_fields:
+            text = f"`{test.place.code}` {_DECIDES}: a chunk of a prompt is taken for decode"
+            yield seen.finding("span-phase", "error", test.place, text)
+    for test in _acting(seen.without):
         if _by_span(test):
-            yield seen.finding(
-                "span-phase",
-                "fallback",
-                test.place,
-                f"`{test.place.code}` decides between prefill and decode where the runner passes no fields",
-            )
+            text = f"`{test.place.code}` {_DECIDES} where the runner passes no fields"
+            yield seen.finding("span-phase", "fallback", test.place, text)
+
+
+def _acting(observed: Observed) -> list[Test]:
+    return [test for test in observed.tests.values() if test.acts]
 
 
 def _by_span(test: Test) -> bool:
     """Chunks go one way; a prompt's one-token tail goes the other, as decode does."""
-    if not {row.name for row in (CHUNK, MIDDLE, LAST, TAIL, DECODE)} <= test.outcomes.keys():
+    known = test.of(CHUNK, MIDDLE, LAST, TAIL, DECODE)
+    if known is None or test.mixed:
         return False
-    chunk, middle, last, tail, decode = (test.outcomes[row.name] for row in (CHUNK, MIDDLE, LAST, TAIL, DECODE))
+    chunk, middle, last, tail, decode = known
     return chunk == middle == last != tail == decode
 
 
 def _by_whole_prompt(test: Test) -> bool:
     """Only a prompt that is scheduled whole goes one way; its chunks go the other, as decode does."""
-    outcomes = {row.name: test.outcomes.get(row.name) for row in (WHOLE, CHUNK, MIDDLE, LAST, TAIL, DECODE)}
-    whole = outcomes.pop(WHOLE.name)
-    return None not in (whole, *outcomes.values()) and set(outcomes.values()) == {not whole}
+    whole, *others = test.of(WHOLE, CHUNK, MIDDLE, LAST, TAIL, DECODE) or [None]
+    return whole is not None and set(others) == {not whole}
 
 
 def _by_phase(test: Test) -> bool:
     """A prompt's one-token tail goes the way of its other chunks, and decode does not."""
-    if not {row.name for row in (MIDDLE, TAIL, DECODE)} <= test.outcomes.keys():
-        return False
-    middle, tail, decode = (test.outcomes[row.name] for row in (MIDDLE, TAIL, DECODE))
+    middle, tail, decode = test.of(MIDDLE, TAIL, DECODE) or [None, None, None]
     return middle == tail != decode
 
 
 def span_beside_phase(seen: Seen) -> Iterator[Finding]:
     for test in seen.with_fields.tests.values():
-        if not {row.name for row in (MIDDLE, TAIL, DECODE, LONG_DECODE)} <= test.outcomes.keys():
-            continue
-        middle, tail, decode, long = (test.outcomes[row.name] for row in (MIDDLE, TAIL, DECODE, LONG_DECODE))
-        does_something = any(test.touches) if middle is None else test.touches[middle]
+        middle, tail, decode, long = test.of(MIDDLE, TAIL, DECODE, LONG_DECODE) or [None] * 4
+        does_something = any(test.touches) if middle is None else test.touches[bool(middle)]
         if decode not in (long, tail, middle) and does_something:
-            yield seen.finding(
-                "span-beside-phase",
-                "fallback",
-                test.place,
-                f"`{test.place.code}` takes a decode span of several tokens for prefill, whatever its phase",
-            )
+            text = f"`{test.place.code}` takes a decode span of several tokens for prefill, whatever its phase"
+            yield seen.finding("span-beside-phase", "fallback", test.place, text)
 
 
 def progress_phase(seen: Seen) -> Iterator[Finding]:
@@ -240,25 +285,23 @@ def progress_phase(seen: Seen) -> Iterator[Finding]:
         return
     for test in seen.with_fields.tests.values():
         if all(test.touches) and test.followed and _by_progress(test):
-            text = f"`{test.place.code}` decides between prefill and decode: a prompt's last chunk is taken for decode"
+            text = f"`{test.place.code}` {_DECIDES}: a prompt's last chunk is taken for decode"
             yield seen.finding("progress-phase", "error", test.place, text)
 
 
 def _by_progress(test: Test) -> bool:
     """A prompt's first chunk goes one way; its last, of whatever length, goes the other, as decode does."""
-    if not {row.name for row in (CHUNK, LAST, TAIL, DECODE)} <= test.outcomes.keys():
-        return False
-    first, last, tail, decode = (test.outcomes[row.name] for row in (CHUNK, LAST, TAIL, DECODE))
+    first, last, tail, decode = test.of(CHUNK, LAST, TAIL, DECODE) or [None] * 4
     return first is not None and first != last == tail == decode
 
 
 def own_counter(seen: Seen) -> Iterator[Finding]:
     grave: Severity = "fallback" if seen.uses_fields else "error"
-    traces: Sequence[tuple[Trace, Severity]] = ((seen.with_fields, grave), (seen.without, "fallback"))
-    for trace, severity in traces:
-        for event in _of(trace, "slice", "consumed"):
+    both: Sequence[tuple[Observed, Severity]] = ((seen.with_fields, grave), (seen.without, "fallback"))
+    for observed, severity in both:
+        for event in _of(observed, "slice", "consumed"):
             names = event.keys if event.kind == "consumed" else _counted(event.keys, seen)
-            if event.row.is_prefill and names:
+            if event.row.prefill and names:
                 how = "is consumed from its front" if event.kind == "consumed" else f"begins at {_names(names)}"
                 yield seen.finding(
                     "own-counter",
@@ -291,7 +334,7 @@ def runner_field(seen: Seen) -> Iterator[Finding]:
 def whole_prompt(seen: Seen) -> Iterator[Finding]:
     if seen.kind != "preprocess":
         return
-    of_decode = {event.place.key for event in _of(seen.with_fields, "return") if not event.row.is_prefill}
+    of_decode = {event.place.key for event in _of(seen.with_fields, "return") if not event.row.prefill}
     for event in _of(seen.with_fields, "return"):
         parts = event.value.elements
         if event.row not in (CHUNK, MIDDLE) or parts is None or len(parts) not in (3, 5):
@@ -299,18 +342,76 @@ def whole_prompt(seen: Seen) -> Iterator[Finding]:
         rows = parts[1]
         named = any("prompt" in key or "prefill" in key for key in rows.keys)
         only_here = event.certain or event.place.key not in of_decode
-        if rows.span or rows.part or not rows.state or not (only_here or named):
+        if rows.span or rows.part or rows.fields or not rows.state or not (only_here or named):
             continue
-        if rows.checked:
-            text = "the whole prompt is returned, and a chunk of it is refused with an error: it cannot run chunked"
+        if rows.measured:
+            text = "the whole prompt is returned, its length compared with the span: a chunk of it is refused"
             yield seen.finding("whole-prompt", "note", event.place, text)
         else:
             text = "rows of the whole prompt are returned for a chunk; the runner writes the first rows again and again"
             yield seen.finding("whole-prompt", "error", event.place, text)
 
 
+def crossing_span(seen: Seen) -> Iterator[Finding]:
+    if seen.kind != "preprocess":
+        return
+    for event in _of(seen.with_fields, "return"):
+        rows = _rows(event.value)
+        if event.row is not CROSSING or rows is None or not rows.cut or rows.measured:
+            continue
+        tests = [seen.with_fields.tests[key] for key in event.under | rows.chosen]
+        if not any(_beside_fields(test) and test.made_of[0].span for test in tests):
+            text = "a span that goes beyond the prompt gets the prompt's rows only; for the others nothing is returned"
+            yield seen.finding("crossing-span", "fallback", event.place, text)
+
+
+def cannot_tell(seen: Seen) -> Iterator[Finding]:
+    if seen.kind != "preprocess":
+        return
+    tests = seen.with_fields.tests
+    if seen.with_fields.broken:
+        where = Place(seen.method.source, seen.method.node)
+        lost = ", ".join(f"C={row.num_computed} S={row.span}" for row in ROWS if row in seen.with_fields.broken)
+        text = f"the hook cannot be followed to its end for P={CHUNK.prompt_len} and {lost}"
+        yield seen.finding("cannot-tell", "unknown", where, text)
+        return
+    for event in _of(seen.with_fields, "return"):
+        rows = _rows(event.value) or event.value
+        above = [test for way in (rows.chosen, event.under) for key, test in tests.items() if key in way]
+        if rows.fields or any(_by_phase(test) or _beside_fields(test) for test in above):
+            continue
+        guess = next(
+            (test for test in reversed(above) if any(_kept(each, seen) or each.span for each in test.made_of)), None
+        )
+        if guess is not None:
+            text = f"`{guess.place.code}` chooses what the hook returns, and the runner's fields do not"
+            yield seen.finding("cannot-tell", "unknown", guess.place, text)
+            return
+        if _kept(rows, seen):
+            text = "what is returned is made of what is kept for the request, and no field of the runner chooses it"
+            yield seen.finding("cannot-tell", "unknown", event.place, text)
+            return
+
+
+def _rows(value: Value) -> Value | None:
+    """The embeddings among what a hook returns; None where it is not seen."""
+    return value.elements[1] if value.elements is not None and len(value.elements) in (3, 5) else None
+
+
+def _beside_fields(test: Test) -> bool:
+    """A field decides, compared with what is known to the model only."""
+    return bool(test.made_of) and all(each.fields for each in test.made_of)
+
+
+def _kept(value: Value, seen: Seen) -> bool:
+    """Whether a value is made of what is kept for the request, or of what a hook of the model stores in the model."""
+    return value.state and (
+        not value.keys or any(not key.startswith("self.") or key in seen.stored for key in value.keys)
+    )
+
+
 def mtp_in_prefill(seen: Seen) -> Iterator[Finding]:
-    of_decode = {event.place.key for event in _of(seen.with_fields, "mtp") if not event.row.is_prefill}
+    of_decode = {event.place.key for event in _of(seen.with_fields, "mtp") if not event.row.prefill}
     for event in _of(seen.with_fields, "mtp"):
         if event.row in (CHUNK, MIDDLE) and (event.certain or event.place.key not in of_decode):
             text = f"{contract.MTP_INPUTS} are handed out for a prefill row, which never enters MTP"
@@ -338,14 +439,16 @@ RULES_IN_CODE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     own_counter,
     runner_field,
     whole_prompt,
+    crossing_span,
+    cannot_tell,
     mtp_in_prefill,
     returned_keywords,
     field_default,
 )
 
 
-def _of(trace: Trace, *kinds: str) -> Iterable[Event]:
-    return [event for event in trace.events if event.kind in kinds]
+def _of(observed: Observed, *kinds: str) -> Iterable[Event]:
+    return [event for event in observed.events if event.kind in kinds]
 
 
 def _updates(kind: str, value: Value) -> Value | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from omni_npu_phase.lint.values import UNKNOWN, Value, concrete, derived, truth
 
 class BrokenError(Exception):
     """The walked code raises here: a field is missing, or a call does not fit."""
+
+
+class RaisedError(BrokenError):
+    """The walked code raises an error of its own."""
 
 
 _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
@@ -56,11 +61,16 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
 SAME_ROWS = frozenset(
     {"to", "clone", "detach", "contiguous", "cpu", "cuda", "npu", "pin_memory", "requires_grad_", "type", "type_as"}
     | {"long", "int", "float", "half", "bfloat16", "bool", "tolist", "numpy", "item"}
+    | {"as_tensor", "asarray", "array", "atleast_1d", "tensor"}
 )
-"""Methods of a tensor that keep its rows."""
+"""Methods and functions that keep a tensor's rows."""
+SIZES = frozenset({"size", "numel", "nelement", "__len__", "dim"})
+RESHAPES = frozenset({"reshape", "view", "flatten", "unsqueeze", "squeeze", "expand"})
+OF_TENSORS = SAME_ROWS | SIZES | RESHAPES | {"narrow"}
 
 
 _LONG = (str, bytes, list, tuple)
+_PLAIN = re.compile(r"(?:[^%]|%[sd])*")
 
 
 def binary(op: ast.operator, left: Value, right: Value) -> Value:
@@ -68,8 +78,9 @@ def binary(op: ast.operator, left: Value, right: Value) -> Value:
     one, other = concrete(left), concrete(right)
     # Texts and lists are put together only: repeated or formatted they can be of any length.
     grows = isinstance(one, _LONG) or isinstance(other, _LONG)
+    plain = isinstance(op, ast.Mod) and isinstance(one, str) and _PLAIN.fullmatch(one) is not None
     known = one is not UNKNOWN and other is not UNKNOWN
-    if known and type(op) in _ARITHMETIC and (isinstance(op, ast.Add) or not grows):
+    if known and type(op) in _ARITHMETIC and (isinstance(op, ast.Add) or plain or not grows):
         try:
             result.const = _ARITHMETIC[type(op)](one, other)
         except TypeError as error:
@@ -85,14 +96,16 @@ def length(value: Value) -> Value:
         return value.shape[0]
     if value.elements is not None:
         return Value(const=len(value.elements))
-    return Value(span=value.span, length_of=value)
+    return Value(span=value.span, state=value.state, keys=value.keys, length_of=value)
 
 
 def number(name: str, given: Sequence[Value]) -> Value:
     result = derived(given)
     result.part = False
+    if name in ("int", "float", "bool") and given[0].shape and given[0].shape[0].const not in (1, UNKNOWN):
+        raise BrokenError
     if len(given) == 1:
-        result.length_of, result.read = given[0].length_of, given[0].read
+        result.length_of = given[0].length_of
     values = [concrete(each) for each in given]
     if name == "bool" and len(given) == 1:
         outcome = truth(given[0])
@@ -106,10 +119,6 @@ def number(name: str, given: Sequence[Value]) -> Value:
         except ValueError:
             pass
     return result
-
-
-KEEPING_ROWS = frozenset({"as_tensor", "asarray", "array", "atleast_1d", "clone", "tensor"})
-"""Functions that make a tensor of the same rows."""
 
 
 def only_number(value: Value) -> Value | None:
@@ -138,7 +147,7 @@ def size(name: str, holder: Value, given: Sequence[Value]) -> Value:
                 total *= size
             return Value(const=total, span=True)
         return Value()
-    return Value(span=holder.span, length_of=holder)
+    return length(holder)
 
 
 def reshaped(name: str, holder: Value, given: Sequence[Value]) -> Value:

@@ -12,7 +12,7 @@ from omni_npu_phase.lint.findings import Judged
 from omni_npu_phase.lint.rules import SEVERITIES, Finding, Severity
 
 SCHEMA = 1
-_GITHUB: dict[Severity, str] = {"error": "error", "fallback": "warning", "note": "notice"}
+_GITHUB: dict[Severity, str] = {"error": "error", "fallback": "warning", "unknown": "notice", "note": "notice"}
 
 
 @dataclass(slots=True)
@@ -32,7 +32,9 @@ class Report:
 
     def summary(self) -> str:
         counts = {severity: sum(each.severity == severity for each in self.findings) for severity in SEVERITIES}
-        found = ", ".join(f"{count} {name}{'s' if count != 1 else ''}" for name, count in counts.items())
+        found = ", ".join(
+            f"{count} {name}{'s' if count != 1 and name != 'unknown' else ''}" for name, count in counts.items()
+        )
         ignored = f", {len(self.ignored)} ignored" if self.ignored else ""
         models = f"{len(self.models)} model{'s' if len(self.models) != 1 else ''} with hooks"
         return f"{found}{ignored}: {models} in {self.files} file{'s' if self.files != 1 else ''}"

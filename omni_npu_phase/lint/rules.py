@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Severity = Literal["error", "fallback", "note"]
+Severity = Literal["error", "fallback", "unknown", "note"]
 
-SEVERITIES: Sequence[Severity] = ("error", "fallback", "note")
-"""Gravest first: a fault on every runner; right while the runner keeps the contract; worth knowing."""
+SEVERITIES: Sequence[Severity] = ("error", "fallback", "unknown", "note")
+"""Gravest first: a fault on every runner; right while the runner keeps the contract; not seen to be right;
+worth knowing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,21 @@ _ALL = (
         ("error", "note"),
         "the whole prompt is returned for a chunk of it; note where another length is refused with an error",
         'start = info["_omni_num_computed_tokens"]; return rows start to start + span',
+    ),
+    Rule(
+        "crossing-span",
+        "E5",
+        ("fallback",),
+        "a span that begins in the prompt and goes beyond it, as after a preemption, gets the prompt's rows only",
+        "return a row for each of input_ids: what comes after the prompt's end has tokens too",
+    ),
+    Rule(
+        "cannot-tell",
+        "M5",
+        ("unknown",),
+        "what the hook returns does not visibly follow from the runner's fields: state of the model's own, or the "
+        "tokens, choose it",
+        'choose by info["_omni_is_prefill"], and slice from info["_omni_num_computed_tokens"]',
     ),
     Rule(
         "mtp-in-prefill",

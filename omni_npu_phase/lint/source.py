@@ -79,9 +79,17 @@ class Source:
         return module_file(module)
 
 
-@functools.lru_cache(maxsize=512)
 def read(path: Path) -> Source:
-    """Parse a file. Raises :class:`UnreadableError`."""
+    """Parse a file, once until it changes. Raises :class:`UnreadableError`."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise UnreadableError(f"{path}: {error.strerror}") from error
+    return _parsed(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=512)
+def _parsed(path: Path, changed: int, size: int) -> Source:
     try:
         with warnings.catch_warnings():
             # Odd escapes in a string are not what was asked about.

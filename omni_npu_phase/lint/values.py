@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from omni_npu_phase.lint.source import Function, Model, Source
 
 UNKNOWN: Final = object()
+Key = tuple[Any, ...]
+"""A test of a hook: its node, behind the calls that lead to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,8 @@ class Value:
     items: dict[str, Value] | None = None
     each: Value | None = None
     shape: list[Value] | None = None
-    callee: Callee | None = None
     instance: Model | None = None
     """The class of an object whose methods can be followed."""
-    made_by: Model | None = None
-    """The class that this value is."""
 
     span: bool = False
     """Made from the step's tokens, or from their number."""
@@ -76,22 +75,24 @@ class Value:
     """An attribute of the model, perhaps a layer: calling it says nothing about the result."""
     part: bool = False
     """A slice, an entry or one row of something."""
-    checked: bool = False
-    """Its length is compared with the span, and the hook raises where they differ."""
-    read: str | None = None
-    """The field that this is."""
     test: Place | None = None
     """Where the span was compared to make this."""
     place: Place | None = None
     key_places: dict[str, Place] = field(default_factory=dict)
     length_of: Value | None = None
-    lengths: list[Value] = field(default_factory=list)
-    """Whose lengths were compared with the span to make this."""
     begun: frozenset[str] = frozenset()
     """A slice without an end, begun at counters of these names."""
     rest_of: frozenset[str] = frozenset()
     """What is left of the value kept under these names when the span is cut off its front."""
-    alternatives: list[Value] = field(default_factory=list)
+
+    fields: bool = False
+    """Follows from the runner's progress, or from its phase."""
+    chosen: frozenset[Key] = frozenset()
+    """The tests under which it was made."""
+    cut: bool = False
+    """Rows up to where the prompt ends, even if the span goes beyond it."""
+    measured: bool = False
+    """Its length is compared with the span."""
 
 
 def concrete(value: Value) -> Any:
@@ -112,7 +113,7 @@ def truth(value: Value) -> bool | None:
         return bool(known)
     if value.elements is not None:
         return bool(value.elements)
-    if value.callee is not None or value.made_by is not None or value.instance is not None:
+    if value.instance is not None:
         return True
     return None
 
@@ -121,14 +122,26 @@ def derived(values: Iterable[Value]) -> Value:
     """Something unknown that is made from these."""
     parts = list(_flat(values))
     kept = [part for part in parts if part.state]
+    rows = [part for part in parts if part.state or part.span]
     return Value(
         span=any(part.span for part in parts),
         state=bool(kept),
         keys=frozenset().union(*(part.keys for part in parts)),
+        chosen=frozenset().union(*(part.chosen for part in parts)),
+        fields=any(part.fields for part in parts),
         part=bool(kept) and all(part.part for part in kept),
+        cut=bool(rows) and all(part.cut for part in rows),
         test=next((part.test for part in parts if part.test is not None), None),
-        lengths=_once(length for part in parts for length in part.lengths),
     )
+
+
+def entries(value: Value) -> list[Value] | None:
+    """What iteration gives, where its number is known: the parts of a tuple, or the rows of a tensor."""
+    if value.elements is not None or not value.shape or not isinstance(value.shape[0].const, int):
+        return value.elements
+    row = derived([value])
+    row.shape, row.part = value.shape[1:], True
+    return [row] * value.shape[0].const
 
 
 def _flat(values: Iterable[Value], depth: int = 0) -> Iterable[Value]:
@@ -145,46 +158,29 @@ def joined(one: Value, other: Value) -> Value:
     """Either of two values."""
     if one is other:
         return one
-    same = one.const is not UNKNOWN and type(one.const) is type(other.const) and one.const == other.const
-    elements = None
+    same = type(one.const) is type(other.const) and one.const == other.const
+    made = Value(const=one.const if same else UNKNOWN)
     if one.elements is not None and other.elements is not None and len(one.elements) == len(other.elements):
-        elements = [joined(left, right) for left, right in zip(one.elements, other.elements, strict=True)]
-    items = one.items if one.items is other.items else None
-    if items is None and (one.items or other.items):
-        items = _joined_items(one, other)
-    shape = one.shape
-    if shape is not None:
-        known = other.shape is not None and [concrete(size) for size in shape] == [concrete(s) for s in other.shape]
-        shape = shape if known else None
-    kept = [value for value in (one, other) if value.state]
-    return Value(
-        const=one.const if same else UNKNOWN,
-        elements=elements,
-        items=items,
-        each=one.each or other.each,
-        shape=shape,
-        callee=one.callee if one.callee == other.callee else None,
-        instance=one.instance if one.instance is other.instance else None,
-        made_by=one.made_by if one.made_by is other.made_by else None,
-        span=one.span or other.span,
-        state=bool(kept),
-        keys=one.keys | other.keys,
-        keywords=one.keywords and other.keywords,
-        live=one.live or other.live,
-        module=one.module and other.module,
-        part=bool(kept) and all(value.part for value in kept),
-        checked=bool(kept) and all(value.checked for value in kept),
-        read=one.read or other.read,
-        test=one.test or other.test,
-        place=one.place or other.place,
-        key_places={**one.key_places, **other.key_places},
-        lengths=_once([*one.lengths, *other.lengths]),
-        begun=one.begun | other.begun,
-        rest_of=one.rest_of | other.rest_of,
-        alternatives=_once(
-            each for value in (one, other) for each in value.alternatives or [value] if each.elements is not None
-        ),
-    )
+        made.elements = [joined(left, right) for left, right in zip(one.elements, other.elements, strict=True)]
+    made.items = one.items if one.items is other.items else None
+    if made.items is None and (one.items or other.items):
+        made.items = _joined_items(one, other)
+    if one.shape is not None and other.shape is not None:
+        same = [concrete(size) for size in one.shape] == [concrete(size) for size in other.shape]
+        made.shape = one.shape if same else None
+    made.instance = one.instance if one.instance is other.instance else None
+    made.each = one.each or other.each
+    made.test, made.place = one.test or other.test, one.place or other.place
+    made.key_places = {**one.key_places, **other.key_places}
+    for name in ("span", "state", "live", "module"):
+        setattr(made, name, getattr(one, name) or getattr(other, name))
+    for name in ("fields", "cut", "keywords"):
+        setattr(made, name, getattr(one, name) and getattr(other, name))
+    for name in ("part", "measured"):
+        setattr(made, name, made.state and all(getattr(each, name) for each in (one, other) if each.state))
+    for name in ("keys", "chosen", "begun", "rest_of"):
+        setattr(made, name, getattr(one, name) | getattr(other, name))
+    return made
 
 
 def _joined_items(one: Value, other: Value) -> dict[str, Value]:
@@ -196,8 +192,3 @@ def _joined_items(one: Value, other: Value) -> dict[str, Value]:
         left, right = (value or instead for value, instead in zip(sides, kept, strict=True))
         items[key] = joined(left, right) if left is not None and right is not None else left or right or Value()
     return items
-
-
-def _once(values: Iterable[Value]) -> list[Value]:
-    """Each value once; they are told apart by identity."""
-    return list({id(value): value for value in values}.values())

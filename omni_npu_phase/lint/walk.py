@@ -18,7 +18,10 @@ from omni_npu_phase.lint.calls import Calls, Flow
 from omni_npu_phase.lint.effects import touches
 from omni_npu_phase.lint.expressions import Frame
 from omni_npu_phase.lint.source import Method
-from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, concrete, derived, joined, truth
+from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, concrete, derived, entries, joined, truth
+
+_ENTRIES = 16
+"""A loop over more is walked once, for any of them."""
 
 
 class Walk(Calls):
@@ -49,8 +52,10 @@ class Walk(Calls):
         positional = list(given.values())[:2] if kind == "preprocess" and names and "input_ids" not in names else []
         try:
             self._call(callee, positional, {}, keywords, (), top=True)
-        except operations.BrokenError:
+        except operations.RaisedError:
             return
+        except operations.BrokenError:
+            self.observed.broken.add(self.row)
 
     def _block(self, statements: Sequence[ast.stmt], frame: Frame) -> Flow:
         for statement in statements:
@@ -62,18 +67,15 @@ class Walk(Calls):
 
     def _statement(self, node: ast.stmt, frame: Frame) -> Flow:
         if isinstance(node, ast.Return):
-            value = self._eval(node.value, frame) if node.value is not None else Value(const=None)
+            value = self._chosen(self._eval(node.value, frame) if node.value is not None else Value(const=None))
             if value.place is None:
                 value.place = Place(frame.source, node)
             frame.returned.append(value)
             if frame is self.top:
                 self._escaped([value], frame)
-                for each in value.alternatives or [value]:
-                    self._event("return", each.place or value.place, frame, each)
+                self._event("return", value.place, frame, value)
             return "return"
         if isinstance(node, ast.Raise):
-            for length in frame.lengths:
-                length.checked = True
             return "raise"
         if isinstance(node, ast.If):
             return self._if(node, frame)
@@ -96,9 +98,11 @@ class Walk(Calls):
         elif isinstance(node, ast.While):
             test = self._eval(node.test, frame)
             outcome = truth(test)
-            self._tested(node, test, outcome, frame, (False, touches(node.body)))
+            key = self._tested(node, test, outcome, frame, (False, touches(node.body)))
+            under, self.under = self.under, self.under | key
             if outcome is not False:
                 self._maybe([lambda: self._block(node.body, frame)], frame)
+            self.under = self.under if _returns(node) else under
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 value = self._eval(item.context_expr, frame)
@@ -110,10 +114,9 @@ class Walk(Calls):
         elif isinstance(node, ast.Match):
             return self._match(node, frame)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            frame.env[node.name] = Value(callee=Callee(frame.source, node, frame.owner, None, frame))
+            frame.env[node.name] = Value(const=Callee(frame.source, node, frame.owner, None, frame))
         elif isinstance(node, ast.Assert):
-            for length in self._eval(node.test, frame).lengths:
-                length.checked = True
+            self._eval(node.test, frame)
         elif isinstance(node, ast.Delete):
             for gone in node.targets:
                 if isinstance(gone, ast.Subscript):
@@ -136,15 +139,14 @@ class Walk(Calls):
         test = self._eval(node.test, frame)
         outcome = truth(test)
         leaves = isinstance(node.body[-1], (ast.Return, ast.Continue))
-        self._tested(node, test, outcome, frame, (touches(node.orelse) or leaves, touches(node.body)))
+        key = self._tested(node, test, outcome, frame, (touches(node.orelse) or leaves, touches(node.body)))
+        under, self.under = self.under, self.under | key
         if outcome is not None:
-            return self._block(node.body if outcome else node.orelse, frame)
+            flow = self._block(node.body if outcome else node.orelse, frame)
+            self.under = self.under if _returns(node) else under
+            return flow
         flows = self._maybe([lambda: self._block(node.body, frame), lambda: self._block(node.orelse, frame)], frame)
-        if "raise" in flows:
-            for length in test.lengths:
-                length.checked = True
-        elif "return" in flows:
-            frame.lengths += test.lengths
+        self.under = self.under if _returns(node) else under
         return _joined_flow(flows)
 
     def _maybe(self, ways: Sequence[Callable[[], Flow]], frame: Frame) -> list[Flow]:
@@ -178,8 +180,9 @@ class Walk(Calls):
 
     def _for(self, node: ast.For | ast.AsyncFor, frame: Frame) -> Flow:
         over = self._eval(node.iter, frame)
-        if over.elements is not None and len(over.elements) <= 8:
-            for each in over.elements:
+        known = entries(over)
+        if known is not None and len(known) <= _ENTRIES:
+            for each in known:
                 self._assign(node.target, each, frame)
                 flow = self._block(node.body, frame)
                 if flow in ("return", "raise"):
@@ -191,12 +194,21 @@ class Walk(Calls):
             flow = self._block(node.body, frame)
             return "loop" if flow == "next" else flow
 
+        over_state = Value(state=over.state, keys=over.keys)
+        key = self._tested(node, over_state, None, frame, (False, touches(node.body)))
+        under, self.under = self.under, self.under | key
         self._maybe([once], frame)
+        self.under = self.under if _returns(node) else under
         return self._block(node.orelse, frame)
 
     def _try(self, node: ast.Try, frame: Frame) -> Flow:
         before, known = dict(frame.env), self.asked
-        unsure = self.unsure
+        unsure, under = self.unsure, self.under
+        acts = touches(node.body), any(touches(handler.body) for handler in node.handlers)
+
+        def tested(outcome: bool | None) -> None:
+            test = Value(state=any(_asks(handler.type) for handler in node.handlers))
+            self.under |= self._tested(node, test, outcome, frame, acts) if any(acts) else frozenset()
 
         def handlers() -> Flow:
             ways = [functools.partial(self._block, handler.body, frame) for handler in node.handlers]
@@ -208,6 +220,7 @@ class Walk(Calls):
                 flow = handlers()
             elif node.handlers and self.asked == known:
                 # What is not about the fields may fail on any runner.
+                tested(None)
                 after, frame.env = frame.env, before
 
                 def went_well() -> Flow:
@@ -221,13 +234,16 @@ class Walk(Calls):
             if not node.handlers:
                 raise
             frame.env, self.unsure = before, unsure
+            tested(False)
             flow = handlers()
+        self.under = self.under if _returns(node) else under
         last = self._block(node.finalbody, frame)
         return last if last != "next" else flow
 
     def _match(self, node: ast.Match, frame: Frame) -> Flow:
         subject = self._eval(node.subject, frame)
         flows: list[Flow] = []
+        under = self.under
         for case in node.cases:
             outcome = self._matches(case.pattern, subject, frame)
             if case.guard is not None and outcome is not False:
@@ -235,7 +251,7 @@ class Walk(Calls):
                 outcome = None if guard is None or outcome is None else guard
             test = derived([subject])
             test.test = subject.test or (Place(frame.source, node.subject) if subject.span else None)
-            self._tested(case.pattern, test, outcome, frame, (True, touches(case.body)))
+            self.under |= self._tested(case.pattern, test, outcome, frame, (True, touches(case.body)))
             if outcome is False:
                 continue
             body = case.body
@@ -245,22 +261,55 @@ class Walk(Calls):
             flows += self._maybe([functools.partial(self._block, body, frame)], frame)
         else:
             flows.append("next")
+        self.under = self.under if _returns(node) else under
         return _joined_flow(flows)
 
     def _matches(self, pattern: ast.pattern, subject: Value, frame: Frame) -> bool | None:
         if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
-            if pattern.name is not None:
-                frame.env[pattern.name] = subject
+            self._captured(pattern.name, subject, frame)
             return True
+        if isinstance(pattern, ast.MatchAs) and pattern.pattern is not None:
+            self._captured(pattern.name, subject, frame)
+            return self._matches(pattern.pattern, subject, frame)
         if isinstance(pattern, ast.MatchOr):
             found = [self._matches(each, subject, frame) for each in pattern.patterns]
             return True if True in found else None if None in found else False
+        if isinstance(pattern, ast.MatchSequence) and subject.elements is not None:
+            return self._match_sequence(pattern.patterns, subject.elements, frame)
         known = concrete(subject)
         if isinstance(pattern, (ast.MatchValue, ast.MatchSingleton)) and known is not UNKNOWN:
             value = pattern.value
             wanted = concrete(self._eval(value, frame)) if isinstance(value, ast.expr) else value
             return None if wanted is UNKNOWN else bool(known == wanted)
         return None
+
+    def _match_sequence(self, patterns: list[ast.pattern], parts: list[Value], frame: Frame) -> bool | None:
+        starred = [at for at, each in enumerate(patterns) if isinstance(each, ast.MatchStar)]
+        if len(parts) < len(patterns) - len(starred) or (not starred and len(parts) != len(patterns)):
+            return False
+        if starred:  # what it takes may be anything
+            behind = len(patterns) - 1 - starred[0]
+            parts = [*parts[: starred[0]], *parts[len(parts) - behind :]]
+            patterns = [*patterns[: starred[0]], *patterns[starred[0] + 1 :]]
+        found = [self._matches(each, part, frame) for each, part in zip(patterns, parts, strict=True)]
+        return False if False in found else None if None in found else True
+
+    @staticmethod
+    def _captured(name: str | None, subject: Value, frame: Frame) -> None:
+        if name is not None:
+            frame.env[name] = subject
+
+
+def _asks(error: ast.expr | None) -> bool:
+    """Whether an except clause is for what is missing, so that the try asks whether it is there."""
+    names = {getattr(each, "id", "") for each in ast.walk(error)} if error is not None else {"Exception"}
+    return bool(names & {"Exception", "BaseException", "KeyError", "IndexError", "LookupError", "AttributeError"})
+
+
+@functools.lru_cache(maxsize=100_000)
+def _returns(node: ast.AST) -> bool:
+    """Whether the function ends on one of the ways through a statement, so that the others lead to what follows."""
+    return any(isinstance(each, ast.Return) for each in ast.walk(node))
 
 
 def _joined_flow(flows: Sequence[Flow]) -> Flow:

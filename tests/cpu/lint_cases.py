@@ -33,6 +33,8 @@ COUNTER = "own-counter error"
 FIELD = "runner-field error"
 WHOLE = "whole-prompt error"
 MTP = "mtp-in-prefill fallback"
+CROSSING = "crossing-span fallback"
+UNKNOWN = "cannot-tell unknown"
 
 _TEST = """
 if {test}:
@@ -362,6 +364,67 @@ CASES = [
                 return {"last": hidden_states}
         """,
     ),
+    *_tests(
+        SPAN,
+        rows_one_by_one="len([each for each in input_ids]) > 1",
+        rows_counted="sum(1 for _ in input_ids) > 1",
+        numbered_rows="[at for at, _ in enumerate(input_ids)][-1] > 0",
+        the_last_of_a_list="list(enumerate(input_ids.tolist()))[-1][0] != 0",
+        zipped="len(list(zip(input_ids, input_embeds))) == 1",
+        formatted="f'{len(input_ids)}' != '1'",
+        looked_up="{'1': False}.get(f'{len(input_ids)}', True)",
+    ),
+    _case("a head and a rest", SPAN, "head, *rest = input_ids" + _TEST.format(test="rest")),
+    _case("all but the last", SPAN, "*rest, last = input_ids.tolist()" + _TEST.format(test="len(rest) > 0")),
+    _case(
+        "the last number of a loop",
+        SPAN,
+        "for at, token in enumerate(input_ids):\n    last = at" + _TEST.format(test="last > 0"),
+    ),
+    *[
+        _case(
+            f"a shape that is matched: {pattern}",
+            SPAN,
+            f"""
+            match input_ids.shape:
+                case {pattern}:
+                    return self.decode(info)
+                case _:
+                    return self.prefill(info)
+            """,
+        )
+        for pattern in ("(1,)", "[1]", "(1 as n,)", "(n,) if n == 1", "(n, *_) if n < 2", "[0] | [1]", "(1, *_)")
+    ],
+    *[
+        _case(
+            f"an attempt: {attempt}",
+            SPAN,
+            f"""
+            try:
+                {attempt}
+            except (RuntimeError, ValueError):
+                return self.prefill(input_ids, info)
+            return self.decode(token, info)
+            """,
+        )
+        for attempt in (
+            "token = input_ids.item()",
+            "token = int(input_ids)",
+            "(token,) = input_ids",
+            "[token] = input_ids.tolist()",
+        )
+    ],
+    *[
+        _case(f"a method by name: {name}", SPAN, f"return getattr(self, {name})(input_ids, info)")
+        for name in (
+            'f"step_{min(len(input_ids), 2)}"',
+            "'prefill' if len(input_ids) > 1 else 'decode'",
+            "'step_' + str(len(input_ids) > 1)",
+            "['decode', 'prefill'][int(len(input_ids) > 1)]",
+            "'_step_%s' % ('many' if len(input_ids) > 1 else 'one')",
+            "'step_{}'.format(len(input_ids) > 1)",
+        )
+    ],
     # -- the span guesses behind the fields
     *_tests(
         GUESS,
@@ -595,7 +658,7 @@ CASES = [
     ),
     _case(
         "a counter for some requests",
-        "own-counter fallback",
+        f"own-counter fallback, {UNKNOWN}",
         """
         start = info.get("done", 0)
         if not info["resumable"]:
@@ -606,7 +669,7 @@ CASES = [
     ),
     _case(
         "a counter for a missing field",
-        "own-counter fallback",
+        f"own-counter fallback, {CROSSING}",
         """
         start = info.get("_omni_num_computed_tokens", info.get("done", 0))
         rows = info["prompt"][start : start + len(input_ids)]
@@ -775,6 +838,254 @@ CASES = [
         return input_ids, info["next"].reshape(1, -1), {}
         """,
     ),
+    # -- a span that goes beyond the prompt
+    _case(
+        "the runner's progress",
+        CROSSING,
+        """
+        start = info["_omni_num_computed_tokens"]
+        end = start + len(input_ids)
+        return input_ids, info["prompt"][start:end], {"prompt": info["prompt"], "end": end}
+        """,
+    ),
+    _case(
+        "the runner's progress over a counter",
+        CROSSING,
+        """
+        meta = info.setdefault("meta", {})
+        meta["done"] = int(info["_omni_num_computed_tokens"])
+        rows = info["prompt"][meta["done"] : meta["done"] + len(input_ids)]
+        return input_ids, rows, {"meta": {"done": meta["done"] + len(input_ids)}}
+        """,
+    ),
+    *[
+        _case(
+            f"the prompt's rows only: {rows}",
+            CROSSING,
+            f"""
+            start, span, length = info["_omni_num_computed_tokens"], len(input_ids), info["_omni_prompt_len"]
+            prompt = info["prompt"]
+            if not info["_omni_is_prefill"]:
+                return input_ids, self.embed(input_ids), {{}}
+            return input_ids, {rows}, {{"prompt": prompt}}
+            """,
+            "def rows(self, prompt, start, n):\n    return prompt[start : start + n].to(self.dtype)",
+        )
+        for rows in (
+            "prompt[start : min(start + span, length)]",
+            "prompt[start : min(start + span, prompt.shape[0])]",
+            "prompt[start:]",
+            "prompt[start:][:span]",
+            "prompt[:length][start : start + span]",
+            "self.norm(prompt[start : start + span])",
+            "self.rows(prompt, start, span)",
+            "self.embed(input_ids[: length - start])",
+        )
+    ],
+    # -- what the fields do not choose, as far as can be seen
+    *_tests(
+        UNKNOWN,
+        first_call="'state' not in info",
+        by_token="input_ids[0] == self.audio_token",
+        placeholder_ids="(input_ids == self.placeholder).all()",
+        by_a_library="np.count_nonzero(input_ids) > 1",
+        codes_are_stored="info.get('codes') is not None",
+        codes_of_the_model="info['request_id'] in self.codes",
+        codes_are_many="info['codes'].shape[0] > 1",
+        nothing_generated="info['generated_len'] == 0",
+        nothing_generated_as_a_number="not info.get('generated_len', 0)",
+        an_offset="info.get('duplex_token_offset', 0) > 0",
+        an_object_of_the_request="self.states[info['request_id']].started",
+        a_length_that_is_no_phase="info['_omni_prompt_len'] > 7",
+        empty="input_ids.shape[0] == 0",
+    ),
+    *[
+        _case(
+            f"a flag of the first chunk: {test}",
+            UNKNOWN,
+            f"""
+            started = {test}
+            {store}
+            if started:
+                return input_ids, self.embed(input_ids), {{}}
+            return input_ids, input_embeds, {{}}
+            """,
+        )
+        for test, store in {
+            "self.started": "self.started = True",
+            "getattr(self, 'started', False)": "setattr(self, 'started', True)",
+            "hasattr(self, 'started')": "self.started = True",
+            "self.calls > 1": "self.calls += 1",
+            "1 in self.seen": "self.seen.append(1)",
+            "self.seen": "self.seen[0] = True",
+        }.items()
+    ],
+    _case(
+        "rows by a flag",
+        UNKNOWN,
+        """
+        rows = input_embeds
+        if info["started"]:
+            rows = self.embed(input_ids)
+        return input_ids, rows, {"started": True}
+        """,
+    ),
+    _case(
+        "stored codes before the phase",
+        UNKNOWN,
+        """
+        if info.get("codes") is not None:
+            return input_ids, self.codebook(info["codes"]), {}
+        if info["_omni_is_prefill"]:
+            return input_ids, self.embed(input_ids), {}
+        return input_ids, info["next"].reshape(1, -1), {}
+        """,
+    ),
+    _case(
+        "stored codes beside a position",
+        UNKNOWN,
+        """
+        at = self.positions(info["_omni_num_computed_tokens"])
+        if "codes" in info:
+            return input_ids, self.codebook(info["codes"]), {}
+        return input_ids, self.embed(input_ids) + at, {}
+        """,
+    ),
+    _case(
+        "an attempt at stored codes",
+        UNKNOWN,
+        """
+        try:
+            codes = info["codes"]
+        except KeyError:
+            return input_ids, self.embed(input_ids), {}
+        return input_ids, self.codebook(codes), {}
+        """,
+    ),
+    _case(
+        "an attempt at a state of its own",
+        UNKNOWN,
+        """
+        try:
+            self.past
+        except AttributeError:
+            self.past = 1
+            return input_ids, self.embed(input_ids), {}
+        return input_ids, self.audio(input_ids), {}
+        """,
+    ),
+    _case(
+        "a first call in a helper",
+        UNKNOWN,
+        "return self.rows(input_ids, info)",
+        "def rows(self, ids, info):\n    if info.get('codes') is None:\n        return ids, self.embed(ids), {}\n"
+        "    return ids, self.head(ids), {}",
+    ),
+    _case(
+        "a loop that returns at its second row",
+        UNKNOWN,
+        """
+        for at, token in enumerate(input_ids):
+            if at > 0:
+                return self.prefill(input_ids, info)
+        return self.decode(input_ids, info)
+        """,
+    ),
+    *[
+        _case(f"chosen by stored codes: {rows}", UNKNOWN, f"return input_ids, {rows}, {{}}")
+        for rows in (
+            "self.audio(input_ids) if info.get('codes') else self.embed(input_ids)",
+            "info.get('codes') and self.audio(input_ids) or self.embed(input_ids)",
+            "[self.embed, self.audio][info['generated_len'] > 0](input_ids)",
+            "{True: self.audio, False: self.embed}[bool(info.get('codes'))](input_ids)",
+            "getattr(self, info['mode'])(input_ids)",
+            "torch.where(torch.tensor(bool(info.get('codes'))), self.audio(input_ids), self.embed(input_ids))",
+            "next((self.audio(input_ids) for code in info.get('codes', [])), self.embed(input_ids))",
+            "self.audio(input_ids) if isinstance(info.get('state'), dict) else self.embed(input_ids)",
+        )
+    ],
+    *[
+        _case(
+            f"chosen by a statement: {choice.replace(chr(10), '; ')}",
+            UNKNOWN,
+            f"""
+            rows = self.embed(input_ids)
+{textwrap.indent(choice, " " * 12)}
+                rows = self.audio(input_ids)
+            return input_ids, rows, {{}}
+            """,
+        )
+        for choice in (
+            "while info.get('codes'):",
+            "for code in info.get('codes', []):",
+            "self.calls += 1\nif self.calls > 1:",
+            "global STARTED\nif STARTED:",
+            "started = hasattr(self, 'past')\nself.past = 1\nif started:",
+        )
+    ],
+    *[
+        _case(
+            f"matched: {subject}",
+            UNKNOWN,
+            f"""
+            match {subject}:
+                case {pattern}:
+                    return input_ids, self.embed(input_ids), {{}}
+                case _:
+                    return input_ids, self.audio(input_ids), {{}}
+            """,
+        )
+        for subject, pattern in (("info.get('generated_len', 0)", "0"), ("info", "{'codes': None}"))
+    ],
+    _case(
+        "a flag that forward sets",
+        UNKNOWN,
+        """
+        class M:
+            def __init__(self):
+                self.decodes, self.stage = False, "talker"
+
+            def preprocess(self, input_ids, input_embeds, **info):
+                rows = self.audio(input_ids) if self.decodes else self.embed(input_ids)
+                return input_ids, rows, {}
+
+            def forward(self, input_ids, **kwargs):
+                self.decodes = True
+        """,
+    ),
+    _case(
+        "rows for which the walk comes to no end",
+        UNKNOWN,
+        """
+        rows = self.embed(input_ids)
+        with suppress(RuntimeError):
+            input_ids.item()
+            rows = self.audio(input_ids)
+        return input_ids, rows, {}
+        """,
+    ),
+    _case("rows that are kept", UNKNOWN, "return input_ids, info['next'].reshape(1, -1), {}"),
+    _case(
+        "an offset of the runner's",
+        UNKNOWN,
+        """
+        at = info["duplex_token_offset"]
+        return input_ids, info["prompt"][at : at + len(input_ids)], {"length": len(input_ids)}
+        """,
+    ),
+    _case(
+        "passed on", UNKNOWN, "return self.talker.preprocess(input_ids=input_ids, input_embeds=input_embeds, **info)"
+    ),
+    _case(
+        "a counter that is a length",
+        UNKNOWN,
+        """
+        seen = self.seen[info["request_id"]]
+        rows = info["prompt"][len(seen) : len(seen) + len(input_ids)]
+        seen.extend(input_ids.tolist())
+        return input_ids, rows, {}
+        """,
+    ),
     # -- mtp_inputs in prefill
     _case("always", MTP, "return input_ids, input_embeds, {'mtp_inputs': (self.zero, self.zero)}"),
     _case("by dict", MTP, "return input_ids, input_embeds, dict(mtp_inputs=(self.zero, self.zero))"),
@@ -820,6 +1131,149 @@ CASES = [
         return self.decode(input_ids, positions)
         """,
     ),
+    *[
+        _case(
+            f"as many rows as the span: {rows.replace(chr(10), '; ')}",
+            "",
+            f"""
+            start, span, length = info["_omni_num_computed_tokens"], len(input_ids), info["_omni_prompt_len"]
+            prompt = info["prompt"]
+{textwrap.indent(rows, " " * 12)}
+            return input_ids, rows, {{"prompt": prompt}}
+            """,
+        )
+        for rows in (
+            "rows = torch.cat([prompt[start : start + span], self.embed(input_ids[length - start :])])",
+            "rows = prompt[start : start + span]\nrows = F.pad(rows, (0, 0, 0, span - rows.shape[0]))",
+            "rows = prompt[start : start + span]\nif rows.shape[0] < span:\n    rows = self.fill(rows, input_ids)",
+            "rows = prompt[start : start + span]\nif len(rows) != span:\n    raise ValueError('not all rows')",
+            "rows = prompt[start : start + span]\nassert len(rows) == span",
+            "if start + span > length:\n    raise ValueError('beyond')\nrows = prompt[start : start + span]",
+            "rows = prompt[start : start + span] if start + span <= length else self.all(prompt, input_ids)",
+            "rows = self.embed(input_ids)\nif start + span <= len(prompt):\n    rows = prompt[start : start + span]",
+        )
+    ],
+    *[
+        _case(f"the phase chooses: {chosen}", "", f"prefill = info['_omni_is_prefill']\nreturn {chosen}")
+        for chosen in (
+            "(self.a if prefill else self.b)(input_ids, info)",
+            "[self.b, self.a][prefill](input_ids, info)",
+            "{True: self.a, False: self.b}[prefill](input_ids, info)",
+            "{False: self.b}.get(prefill, self.a)(input_ids, info)",
+            "getattr(self, 'a' if prefill else 'b')(input_ids, info)",
+            "getattr(self, f'step_{int(prefill)}')(input_ids, info)",
+            "prefill and self.a(info) or self.b(info)",
+            "(input_ids, self.step(info['rows'], prefill=prefill), {})",
+        )
+    ],
+    _case(
+        "the phase is matched",
+        "",
+        """
+        match info["_omni_is_prefill"]:
+            case True:
+                return self.a(info)
+            case False:
+                return self.b(info)
+        """,
+    ),
+    _case(
+        "rows by the phase",
+        "",
+        """
+        one, other = self.rows(info["text"])[info["_omni_num_computed_tokens"] :][: len(input_ids)], info["next"]
+        rows = self.fill(one, input_ids) if info["_omni_is_prefill"] else other
+        return input_ids, rows, {}
+        """,
+    ),
+    _case(
+        "the phase, or a request that is new",
+        "",
+        """
+        if info["_omni_is_prefill"] or "state" not in info:
+            return input_ids, self.embed(input_ids), {"state": self.begin(info)}
+        return input_ids, info["state"].next, {}
+        """,
+    ),
+    _case(
+        "a progress compared with a length of the model's",
+        "",
+        """
+        session = self.sessions.get(info["request_id"])
+        if session is None:
+            session = self.sessions[info["request_id"]] = self.begin(info)
+        if info["_omni_num_computed_tokens"] < session["length"]:
+            return input_ids, self.prefill(session, info), {}
+        return input_ids, session["next"], {}
+        """,
+    ),
+    *[
+        _case(f"no phase: {rows}", "", f"return input_ids, {rows}, {{}}")
+        for rows in (
+            "self.embed(input_ids)",
+            "input_embeds if input_embeds is not None else self.embed(input_ids)",
+            "torch.where((input_ids == self.pad)[:, None], self.zero, self.embed(input_ids))",
+            "self.embed(input_ids) + self.positions[info['_omni_num_computed_tokens']]",
+            "self.many(input_ids) if self.stage == 'talker' else self.embed(input_ids)",
+        )
+    ],
+    _case(
+        "a progress for each row",
+        "",
+        """
+        rows = []
+        for at in range(len(input_ids)):
+            reads = info["_omni_num_computed_tokens"] + at < info["_omni_prompt_len"]
+            rows.append(self.text(input_ids[at]) if reads else self.audio(input_ids[at]))
+        return input_ids, torch.stack(rows), {}
+        """,
+    ),
+    _case(
+        "a voice that is there or not, inside prefill",
+        "",
+        """
+        if not info["_omni_is_prefill"]:
+            return input_ids, self.audio(input_ids), {}
+        rows = self.text(input_ids)
+        if info.get("voice") is not None:
+            rows = rows + self.voice(info["voice"])
+        return input_ids, rows, {}
+        """,
+    ),
+    _case(
+        "a prompt's part put into rows of the span",
+        "",
+        """
+        start, span = info["_omni_num_computed_tokens"], len(input_ids)
+        rows = self.embed(input_ids)
+        if info["_omni_is_prefill"]:
+            part = info["prompt"][start : start + span]
+            rows[: len(part)] = part
+        return input_ids, rows, {}
+        """,
+    ),
+    _case(
+        "a device that is kept",
+        "",
+        "return input_ids, self.embed(input_ids.to(self.place())), {}",
+        "def place(self):\n    if self.device is None:\n        self.device = self.weight.device\n"
+        "    return self.device",
+    ),
+    _case(
+        "no phase: a model's own stage, and a number that is tried",
+        "",
+        """
+        try:
+            speed = self.speed_of(self.config)
+        except (TypeError, ValueError):
+            speed = 1.0
+        if self.stage == "talker":
+            return input_ids, self.embed(input_ids) * speed, {}
+        for at, token in enumerate(input_ids):
+            self.count(at)
+        return input_ids, input_embeds, {}
+        """,
+    ),
     *_tests(
         "",
         the_field="info['_omni_is_prefill']",
@@ -827,8 +1281,6 @@ CASES = [
         the_field_by_get_of_an_alias="(payload := info).get('_omni_is_prefill')",
         the_lengths="info['_omni_num_computed_tokens'] < info['_omni_prompt_len']",
         the_lengths_in_the_other_order="info['_omni_prompt_len'] > int(info['_omni_num_computed_tokens'])",
-        empty="input_ids.shape[0] == 0",
-        another_length="info['codes'].shape[0] > 1",
     ),
     _case(
         "a required span",
@@ -891,15 +1343,6 @@ CASES = [
         """,
         "def rows(self, ids):\n    if ids.shape[0] > 1:\n        return ids, self.many(ids), {}\n"
         "    return ids, self.one(ids), {}",
-    ),
-    _case(
-        "the runner's progress",
-        "",
-        """
-        start = info["_omni_num_computed_tokens"]
-        end = start + len(input_ids)
-        return input_ids, info["prompt"][start:end], {"prompt": info["prompt"], "end": end}
-        """,
     ),
     _case(
         "a first and a last chunk inside prefill",
@@ -997,24 +1440,6 @@ CASES = [
         """,
     ),
     _case(
-        "the runner's progress over a counter",
-        "",
-        """
-        meta = info.setdefault("meta", {})
-        meta["done"] = int(info["_omni_num_computed_tokens"])
-        rows = info["prompt"][meta["done"] : meta["done"] + len(input_ids)]
-        return input_ids, rows, {"meta": {"done": meta["done"] + len(input_ids)}}
-        """,
-    ),
-    _case(
-        "an offset of the runner's",
-        "",
-        """
-        at = info["duplex_token_offset"]
-        return input_ids, info["prompt"][at : at + len(input_ids)], {"length": len(input_ids)}
-        """,
-    ),
-    _case(
         "mtp_inputs by state",
         "",
         """
@@ -1050,7 +1475,6 @@ CASES = [
         "a removed copy", "", "prefill = info.pop('_omni_is_prefill')\nreturn self.a(info) if prefill else self.b(info)"
     ),
     _case("an object of the keywords", "", _TEST.format(test="Namespace(**info)._omni_is_prefill")),
-    _case("passed on", "", "return self.talker.preprocess(input_ids=input_ids, input_embeds=input_embeds, **info)"),
     _case(
         "fields passed by name",
         "",
@@ -1090,15 +1514,7 @@ CASES = [
                 return self.many(images)
         """,
     ),
-    # -- wrong, and not seen: neither the span nor a counter decides here
-    *[
-        _case(f"unseen: {name}", "", _TEST.format(test=test))
-        for name, test in {
-            "first call": "'state' not in info",
-            "by token": "input_ids[0] == self.audio_token",
-            "by a library": "np.count_nonzero(input_ids) > 1",
-        }.items()
-    ],
+    # -- wrong, and not seen
     _case(
         "unseen: what forward does",
         "",
@@ -1109,16 +1525,6 @@ CASES = [
 
             def forward(self, input_ids, **kwargs):
                 return self.prefill() if input_ids.shape[0] > 1 else self.decode()
-        """,
-    ),
-    _case(
-        "unseen: a counter that is a length",
-        "",
-        """
-        seen = self.seen[info["request_id"]]
-        rows = info["prompt"][len(seen) : len(seen) + len(input_ids)]
-        seen.extend(input_ids.tolist())
-        return input_ids, rows, {}
         """,
     ),
     _case(

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 QWEN = "vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker"
 FISH = "vllm_omni.model_executor.models.fish_speech.fish_speech_slow_ar"
 CODE2WAV = "vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_code2wav"
-UNCLEAR = "vllm_omni.model_executor.models.covo_audio.covo_audio"
+UNCLEAR = "vllm_omni.model_executor.models.minicpmo_4_5.minicpmo_4_5_omni"
 
 
 @pytest.fixture(scope="module")

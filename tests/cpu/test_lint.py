@@ -23,12 +23,12 @@ from omni_npu_phase.contract import CLAUSES
 from omni_npu_phase.lint import expressions, files, findings, ignores, operations, values, walk
 from omni_npu_phase.lint.files import lint
 from omni_npu_phase.lint.findings import judge
+from omni_npu_phase.lint.observed import ROWS, Observed
 from omni_npu_phase.lint.report import Report
 from omni_npu_phase.lint.rules import RULES, SEVERITIES
 from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError, module_file, read
-from omni_npu_phase.lint.trace import ROWS, Trace
 from omni_npu_phase.lint.walk import Walk
-from tests.cpu.lint_cases import CASES, SPAN, Case
+from tests.cpu.lint_cases import CASES, SPAN, UNKNOWN, Case
 
 JUDGED = json.loads((Path(__file__).parent / "lint_models.json").read_text(encoding="utf-8"))["releases"]
 
@@ -46,11 +46,27 @@ def _found(report: Report) -> frozenset[str]:
 # ---- small models
 
 
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
+    """The models of the cases, by the case's name; each is parsed once."""
+    folder = tmp_path_factory.mktemp("cases")
+    for number, case in enumerate(CASES):
+        (folder / f"m{number}.py").write_text(case.source, encoding="utf-8")
+    return {case.name: read(folder / f"m{number}.py") for number, case in enumerate(CASES)}
+
+
+def _found_in(file: Source) -> frozenset[str]:
+    judged = [found for name in file.classes if (found := judge(Model.of(file, name))) is not None]
+    return frozenset(f"{each.rule} {each.severity}" for one in judged for each in one.findings)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_small_models(case: Case, tmp_path: Path) -> None:
-    report = _linted(tmp_path, model=case.source)
-    assert not report.unread
-    assert _found(report) == case.found, report.to_text()
+def test_small_models(case: Case, parsed: dict[str, Source]) -> None:
+    assert _found_in(parsed[case.name]) == case.found, case.source
+
+
+def test_cases_have_names_of_their_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
 
 
 def test_every_rule_has_a_case() -> None:
@@ -72,14 +88,15 @@ def test_a_finding_says_where_and_what_instead(tmp_path: Path, monkeypatch: pyte
     assert (found.clause, found.fix) == ("M5", 'is_prefill = info["_omni_is_prefill"]')
 
 
+PHASE = "info['_omni_is_prefill']"
 _BASE = """
 from typing import Any
 
 class Base:
     def preprocess(self, input_ids, input_embeds, **info):
-        return self.prefill(info) if self.many(input_ids) else self.decode(info)
+        return self.prefill(info) if self.many(input_ids, info) else self.decode(info)
 
-    def many(self, ids):
+    def many(self, ids, info):
         return TEST
 """
 
@@ -91,22 +108,23 @@ class Base:
         ("len(ids) > 1", "from pack.base import Base as B\nclass M(B): pass", {SPAN}),
         ("len(ids) > 1", "from . import base\nclass M(base.Base): pass", {SPAN}),
         (
-            "info",
-            "from .base import Base\nclass M(Base):\n    def many(self, ids): return len(ids) > 1",
+            PHASE,
+            "from .base import Base\nclass M(Base):\n    def many(self, ids, info): return len(ids) > 1",
             {SPAN},
         ),
         (
-            "info",
-            "from .base import Base\nfrom .help import many\nclass M(Base):\n    def many(self, ids): return many(ids)",
+            PHASE,
+            "from .base import Base\nfrom .help import many\n"
+            "class M(Base):\n    def many(self, ids, info): return many(ids)",
             {SPAN},
         ),
         (
             "len(ids) > 1 and ids",
-            "from .base import Base\nclass M(Base):\n    def many(self, ids): return ids.any()",
-            {SPAN},
+            "from .base import Base\nclass M(Base):\n    def many(self, ids, info): return ids.any()",
+            {SPAN, UNKNOWN},
         ),
-        ("info", "from .base import Base\nclass M(Base): pass", set()),
-        ("info", "from torch import nn\nclass M(nn.Module):\n    def preprocess(self, input_ids): return 1", set()),
+        (PHASE, "from .base import Base\nclass M(Base): pass", set()),
+        (PHASE, "from torch import nn\nclass M(nn.Module):\n    def preprocess(self, input_ids): return 1", set()),
     ],
 )
 def test_other_files_of_the_package_are_followed(base: str, own: str, found: set[str], tmp_path: Path) -> None:
@@ -163,12 +181,12 @@ def test_every_model_with_a_hook_was_read(released: tuple[list[dict[str, Any]], 
 def test_verdicts_are_those_of_the_reader(released: tuple[list[dict[str, Any]], Path, Report]) -> None:
     judged, _, report = released
     assert {each.model.name: each.verdict for each in report.models} == {
-        each["class"]: each["verdict"] for each in judged
+        each["class"]: "unknown" if "cannot tell" in each else each["verdict"] for each in judged
     }
 
 
 def test_findings_are_the_evidence(released: tuple[list[dict[str, Any]], Path, Report]) -> None:
-    """Line by line: what was read is found, nothing else is, and what lint does not see is said."""
+    """Line by line: what was read is found, nothing else is, and what lint cannot tell or does not see is said."""
     judged, root, report = released
     # Lint names files from the current folder on, where they lie in it.
     found = {(str(Path(each.path).absolute()), each.line, each.rule) for each in report.findings}
@@ -177,6 +195,9 @@ def test_findings_are_the_evidence(released: tuple[list[dict[str, Any]], Path, R
         for each in judged
         for evidence in each["evidence"]
         if evidence.get("seen", True)
+    }
+    read_there |= {
+        (str(root / each["path"]), each["cannot tell"], "cannot-tell") for each in judged if "cannot tell" in each
     }
     unseen = {
         (str(root / each["path"]), evidence["line"], evidence["rule"])
@@ -194,6 +215,7 @@ def test_the_issue_of_a_verdict(released: tuple[list[dict[str, Any]], Path, Repo
     for each in report.models:
         if each.verdict == "error":
             assert not each.reads
+        assert (each.answer[0] == "cannot tell") is (each.verdict == "unknown")
     assert all(len(each["reason"]) > 40 for each in judged)
 
 
@@ -225,7 +247,7 @@ def test_tests_give_what_python_gives(test: str) -> None:
     """For every row, whatever the test is made of."""
     source = f"class M:\n def preprocess(self, input_ids, **info):\n  if {test}:\n   return self.a()\n  return self.b()"
     (model,) = _models_of(source)
-    trace = Trace()
+    trace = Observed()
     method = model.method("preprocess")
     assert method is not None
     for row in ROWS:
@@ -234,7 +256,7 @@ def test_tests_give_what_python_gives(test: str) -> None:
     (seen,) = (each for key, each in trace.tests.items() if key[-1] == id(node))
     for row in ROWS:
         names = {"input_ids": _Ids(row.span), "info": row.fields}
-        assert seen.outcomes[row.name] is bool(eval(test, names)), row
+        assert seen.outcomes[row] is bool(eval(test, names)), row
 
 
 class _Ids:
@@ -338,6 +360,12 @@ def guessing(tmp_path: Path) -> Path:
         ("info.get('_omni_is_prefill', len(input_ids) > 1)", "error", 0),
         ("info.get('_omni_is_prefill', len(input_ids) > 1)", "fallback", 1),
         ("info.get('_omni_is_prefill', False)", "fallback", 0),
+        ("info.get('codes')", "error", 0),
+        ("info.get('codes')", "fallback", 0),
+        ("info.get('codes')", "unknown", 1),
+        ("info.get('codes')", "note", 1),
+        ("info.get('_omni_is_prefill', len(input_ids) > 1)", "unknown", 1),
+        ("info.get('_omni_is_prefill', False)", "unknown", 0),
         ("info.get('_omni_is_prefill', False)", "note", 1),
         ("info['_omni_is_prefill']", "note", 0),
     ],
@@ -352,7 +380,7 @@ def test_text(guessing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = _lint("model.py")
     assert result.stdout.startswith("model.py:3:12: error span-phase [M5] `len(input_ids) > 1` decides")
     assert '    instead: is_prefill = info["_omni_is_prefill"]\n' in result.stdout
-    assert result.stdout.endswith("1 error, 0 fallbacks, 0 notes: 1 model with hooks in 1 file\n")
+    assert result.stdout.endswith("1 error, 0 fallbacks, 0 unknown, 0 notes: 1 model with hooks in 1 file\n")
     assert "following hooks" in result.stderr
 
 
@@ -371,6 +399,19 @@ def test_github(guessing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(named.parent)
     (line,) = _lint("a,b.py", "--format", "github").stdout.splitlines()
     assert line.startswith("::error file=a%2Cb.py,line=3,col=12,title=span-phase (M5)::`len(input_ids) > 1` decides")
+
+
+def test_what_cannot_be_told_is_said(guessing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every format, and with the test that chooses."""
+    monkeypatch.chdir(guessing.parent)
+    guessing.write_text(guessing.read_text().replace("len(input_ids) > 1", "info.get('codes') is None"))
+    text = _lint("model.py").stdout
+    assert text.startswith("model.py:3:12: unknown cannot-tell [M5] `info.get('codes') is None` chooses")
+    assert text.endswith("0 errors, 0 fallbacks, 1 unknown, 0 notes: 1 model with hooks in 1 file\n")
+    document = json.loads(_lint("model.py", "--format", "json").stdout)
+    assert [each["severity"] for each in document["findings"]] == ["unknown"]
+    assert [each["verdict"] for each in document["models"]] == ["unknown"]
+    assert _lint("model.py", "--format", "github").stdout.startswith("::notice file=model.py,line=3,col=12")
 
 
 def test_help_and_rules_teach() -> None:
@@ -525,22 +566,9 @@ class M:
 # ---- mutants
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, Source]]:
-    folder = tmp_path_factory.mktemp("cases")
-    for number, case in enumerate(CASES):
-        (folder / f"m{number}.py").write_text(case.source, encoding="utf-8")
-    return [(case, read(folder / f"m{number}.py")) for number, case in enumerate(CASES)]
-
-
-def _mistakes(sources: list[tuple[Case, Source]]) -> list[str]:
-    """What of the cases above does not hold."""
-    wrong = []
-    for case, file in sources:
-        judged = [found for name in file.classes if (found := judge(Model.of(file, name))) is not None]
-        if {f"{each.rule} {each.severity}" for one in judged for each in one.findings} != case.found:
-            wrong.append(case.name)
-    return wrong
+def _mistakes(parsed: dict[str, Source]) -> Iterator[str]:
+    """Cases that do not hold."""
+    return (case.name for case in CASES if _found_in(parsed[case.name]) != case.found)
 
 
 def _without(rule: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -569,7 +597,21 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         walk.Walk, "_field", lambda self, name, default, frame, place: default or values.Value()
     ),
     "nothing escapes": _changed(walk.Walk, "_escaped", lambda self, given, frame: None),
-    "no raise is a check": _changed(values, "_once", lambda given: []),
+    "no length is compared with the span": _changed(operations, "length", lambda value: _unmeasured(value)),
+    "nothing is kept for a request": _changed(findings, "_kept", lambda value, seen: False),
+    "all is kept for a request": _changed(findings, "_kept", lambda value, seen: value.state),
+    "no field decides beside a length": _changed(findings, "_beside_fields", lambda test: False),
+    "no test is by the phase": _changed(findings, "_by_phase", lambda test: False),
+    "no test chooses a value": _changed(walk.Walk, "_chosen", lambda self, value, tests=None: value),
+    "nothing is stored outside hooks": _changed(findings, "_stored_later", lambda model: ()),
+    "every try asks": _changed(walk, "_asks", lambda error: True),
+    "no try asks": _changed(walk, "_asks", lambda error: False),
+    "no way returns": _changed(walk, "_returns", lambda node: False),
+    "every way returns": _changed(walk, "_returns", lambda node: True),
+    "no rows are counted": _changed(expressions, "entries", lambda value: value.elements),
+    "an unknown key chooses nothing": _changed(
+        walk.Walk, "_any_of", lambda self, given, key, node, frame: values.Value()
+    ),
     "every name is a counter": _changed(findings, "_counted", lambda keys, seen: keys),
     "nothing is kept": _changed(walk.Walk, "_kept", lambda self, keys, value: None),
     "no slices": _changed(walk.Walk, "_sliced", lambda self, lower, upper, place, frame: None),
@@ -581,20 +623,25 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _walked_with_fields(model: Model, kind: str, method: Method) -> findings.Seen:
-    trace = Trace()
+    trace = Observed()
     for row in ROWS:
         Walk(model, row, True, trace).hook(method, kind)
-    return findings.Seen(model, kind, trace, Trace())
+    return findings.Seen(model, method, kind, trace, Observed())
 
 
-def test_nothing_is_wrong_without_a_mutant(sources: list[tuple[Case, Source]]) -> None:
-    assert _mistakes(sources) == []
+def _unmeasured(value: values.Value) -> values.Value:
+    made = _LENGTH(value)
+    made.length_of = None
+    return made
+
+
+_LENGTH = operations.length
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_seen(mutant: str, sources: list[tuple[Case, Source]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_seen(mutant: str, parsed: dict[str, Source], monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[mutant](monkeypatch)
-    assert _mistakes(sources)
+    assert next(_mistakes(parsed), None) is not None
 
 
 def test_unreadable_sources_are_named() -> None:
