@@ -47,7 +47,7 @@ class Sizes:
         """Large enough for these steps."""
         return cls(
             tokens=max(sum(row.span for row in rows) for rows in steps) + ROWS_BEHIND,
-            length=max(row.prompt + row.computed + row.span for rows in steps for row in rows) + 8,
+            length=max(row.prompt_len + row.num_computed + row.span for rows in steps for row in rows) + 8,
             requests=max(16, *map(len, steps)),
             hidden=hidden,
             dtype=dtype,
@@ -183,12 +183,12 @@ class Bench:
                 state = runner.requests[row.request] = self.new_state(row)
                 if row.request not in self.setting.no_buffer:
                     runner.model_intermediate_buffer[row.request] = self.new_info(row.request)
-            elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt:
+            elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt_len:
                 state.prompt_token_ids = self.prompt(row)
-                state.num_prompt_tokens = row.prompt
-            known = row.computed + row.span - row.prompt
+                state.num_prompt_tokens = row.prompt_len
+            known = row.num_computed + row.span - row.prompt_len
             while len(state.output_token_ids) < known:
-                state.output_token_ids.append(self.token(row, row.prompt + len(state.output_token_ids)))
+                state.output_token_ids.append(self.token(row, row.prompt_len + len(state.output_token_ids)))
             if row.request not in batch.req_id_to_index:
                 batch.add_request(state)
         batch.condense()
@@ -197,8 +197,8 @@ class Bench:
                 batch.swap_states(index, batch.req_id_to_index[request])
         batch.refresh_metadata()
         for index, row in enumerate(rows):
-            batch.num_computed_tokens_cpu[index] = row.computed
-            batch.num_prompt_tokens[index] = row.prompt
+            batch.num_computed_tokens_cpu[index] = row.num_computed
+            batch.num_prompt_tokens[index] = row.prompt_len
         for request in self.setting.missing:
             runner.requests.pop(request, None)
         if self.setting.stale:
@@ -218,7 +218,7 @@ class Bench:
         ids.zero_()
         for row, start in zip(rows, offsets, strict=False):
             for index in range(row.span):
-                ids[start + index] = self.token(row, row.computed + index)
+                ids[start + index] = self.token(row, row.num_computed + index)
 
     def claimed(self, rows: Step) -> Step:
         """The rows with the spans that the scheduler claims."""
@@ -252,12 +252,12 @@ class Bench:
         embeds = None
         if row.request in self.setting.prompt_embeds:
             index = self.indices[row.request]
-            embeds = torch.tensor([recording.prompt_embedding(index, place) for place in range(row.prompt)])
+            embeds = torch.tensor([recording.prompt_embedding(index, place) for place in range(row.prompt_len)])
         return {
             "prompt_token_ids": self.prompt(row) if embeds is None else None,
             "prompt_embeds": embeds,
             "sampling_params": SamplingParams(max_tokens=9, seed=7, extra_args=extra),
-            "num_computed_tokens": max(row.computed, 0),
+            "num_computed_tokens": max(row.num_computed, 0),
         }
 
     def new_info(self, request: str) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class Bench:
         return {**info, **({recording.NESTED: {"once": request}} if self.setting.nested else {})}
 
     def prompt(self, row: Row) -> list[int]:
-        return [self.token(row, position) for position in range(row.prompt)]
+        return [self.token(row, position) for position in range(row.prompt_len)]
 
     def token(self, row: Row, position: int) -> int:
         """The token id at a position of the row's request."""
@@ -365,8 +365,8 @@ class StateBench(Bench):
             if row.request not in self.slots:
                 self.add(row)
             slot = self.slots[row.request]
-            requests.prompt_len.np[slot] = row.prompt
-            requests.num_computed_tokens_np[slot] = row.computed
+            requests.prompt_len.np[slot] = row.prompt_len
+            requests.num_computed_tokens_np[slot] = row.num_computed
             if setting.stale:
                 self.runner.intermediate_buffer.buffers[slot].update(recording.hostile_fields())
         for request in setting.missing:
@@ -377,7 +377,7 @@ class StateBench(Bench):
         from vllm_omni.core.sched.output import OmniNewRequestData
 
         # What is to be read again after a preemption: prompt and outputs.
-        known = max(row.prompt, row.computed + row.span)
+        known = max(row.prompt_len, row.num_computed + row.span)
         data = OmniNewRequestData(
             req_id=row.request,
             **self.new_request(row),

@@ -57,7 +57,7 @@ class Recording:
         self.indices = self.scenario.indices
 
     def token(self, row: Row, index: int = 0) -> int:
-        return recording.token(self.indices[row.request], row.computed + index)
+        return recording.token(self.indices[row.request], row.num_computed + index)
 
 
 class SetupError(RuntimeError):

@@ -84,7 +84,7 @@ def _rows(run: Recording, step: StepRecord) -> Iterator[dict[str, Any]]:
 
 
 def _title(row: Row) -> str:
-    return f"{row.request} P={row.prompt} C={row.computed} S={row.span}"
+    return f"{row.request} {row}"
 
 
 def _plain(value: Any) -> Any:

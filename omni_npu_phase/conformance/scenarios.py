@@ -8,10 +8,12 @@ MTP in models that have one. A scenario runs once per combination of its hook ki
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Shows = Literal["prefill", "prefill tail", "decode", "decode, MTP"]
+from omni_npu_phase import contract
+
+Shows = contract.Phase | Literal["decode, MTP"]
 PREFILL: Shows = "prefill"
 TAIL: Shows = "prefill tail"
 DECODE: Shows = "decode"
@@ -21,26 +23,17 @@ Hook = Literal["scalar", "batched"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A scheduled row: request, prompt length, progress before the step, span (tokens), and what it must show."""
+class Row(contract.Row):
+    """A scheduled row with its request, and what it must show."""
 
     request: str
-    prompt: int
-    computed: int
-    span: int
     shows: Shows
 
-    @property
-    def phase(self) -> str:
-        return DECODE if self.shows == MTP else self.shows
 
-    @property
-    def prefill(self) -> bool:
-        return self.shows in (PREFILL, TAIL)
-
-
-def row(request: str, prompt: int, computed: int, span: int, shows: Shows) -> Row:
-    return Row(request, prompt, computed, span, shows)
+def row(request: str, prompt_len: int, num_computed: int, span: int, shows: Shows | None = None) -> Row:
+    """A row; ``shows``: what it must show, in the tables of scenarios by hand, elsewhere as the contract says."""
+    lengths = contract.Row(prompt_len, num_computed, span)
+    return Row(prompt_len, num_computed, span, request, shows or (MTP if lengths.eligible else lengths.phase))
 
 
 Step = tuple[Row, ...]
@@ -169,6 +162,11 @@ class Variant:
         return "-".join([self.hook, *(["mtp"] if self.mtp else []), *(["strict"] if self.mode == "strict" else [])])
 
 
+def _next(rows: Step) -> Step:
+    """The same requests in the step behind these rows."""
+    return tuple(replace(each, num_computed=each.end) for each in rows)
+
+
 _CHUNKED: tuple[Step, ...] = (
     step(row("a", 5, 0, 4, PREFILL)),
     step(row("a", 5, 4, 1, TAIL)),
@@ -187,9 +185,9 @@ _DECODES: Step = (row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP), row("c", 2, 9,
 _MANY: Step = tuple(row(f"m{i}", 2 + i, 3 + 2 * i, 1, MTP) for i in range(10))
 _MANY_SCATTERED: Step = (
     row("pre", 9, 0, 3, PREFILL),
-    *(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _MANY[4:]),
+    *_next(_MANY[4:]),
     row("tail", 5, 4, 1, TAIL),
-    *(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _MANY[1:4]),
+    *_next(_MANY[1:4]),
     row("long", 3, 4, 2, DECODE),
     row("m0", 2, 4, 1, MTP),
 )
@@ -281,7 +279,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(Scenario(f"mixed-rotated-{turn}", f"the same batch turned by {turn}", ("R2", "R6", "T1", "T4"),
                (_MIXED[turn:] + _MIXED[:turn],)) for turn in range(1, len(_MIXED))),
     Scenario("adjacent-decodes", "adjacent decode requests, each with its own codes", ("R3", "R8", "T5"),
-             (_DECODES, step(*(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _DECODES))),
+             (_DECODES, _next(_DECODES)),
              report="omni#3420"),
     Scenario("many-decodes", "ten decode rows, adjacent and scattered", ("R3", "R8", "T1", "T4", "T5"),
              (_MANY, _MANY_SCATTERED)),
@@ -384,7 +382,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("padded-graph", "a captured MTP padded to eight rows", ("T10",), (*_CHUNKED, _MIXED, _DECODES),
              mtp=(True,), setting=Setting(padded=8)),
     Scenario("no-codes", "an MTP that returns no codes from its second call on", ("T11",),
-             (_MIXED[::5], _DECODES, step(*(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _DECODES))),
+             (_MIXED[::5], _DECODES, _next(_DECODES)),
              mtp=(True,), behaviour=Behaviour(codes="none_later", validity=True)),
     Scenario("no-codes-row-by-row", "an MTP called for each row that returns codes for the first alone", ("T11", "T8"),
              (_DECODES, _DECODES[::-1]), mtp=(True,), behaviour=Behaviour(codes="none_later", seeds="one_stream"),

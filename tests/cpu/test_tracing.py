@@ -145,7 +145,7 @@ def test_a_released_runner_is_watched_alike(
 def test_marks(mixed: type, tmp_path: Path) -> None:
     marked = {
         name: [
-            (each.computed, each.crosses, each.replay)
+            (each.num_computed, each.crosses, each.replay)
             for each_step in _traced(tmp_path, mixed, name).trace.steps()
             for each in each_step.rows
             if each.request == "a"
