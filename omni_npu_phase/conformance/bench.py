@@ -183,6 +183,8 @@ class Bench:
                 state = runner.requests[row.request] = self.new_state(row)
                 if row.request not in self.setting.no_buffer:
                     runner.model_intermediate_buffer[row.request] = self.new_info(row.request)
+                if row.request in self.setting.no_dictionary:
+                    runner.model_intermediate_buffer[row.request] = ["no dictionary"]
             elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt_len:
                 state.prompt_token_ids = self.prompt(row)
                 state.num_prompt_tokens = row.prompt_len
@@ -262,7 +264,8 @@ class Bench:
 
     def new_info(self, request: str) -> dict[str, Any]:
         """What a request's live buffer holds from its first step on."""
-        info: dict[str, Any] = {"voice": "v", recording.MARK: {recording.ARRIVED: request}}
+        group = "no dictionary" if request in self.setting.no_group else {recording.ARRIVED: request}
+        info: dict[str, Any] = {"voice": "v", recording.MARK: group}
         return {**info, **({recording.NESTED: {"once": request}} if self.setting.nested else {})}
 
     def prompt(self, row: Row) -> list[int]:
@@ -397,6 +400,8 @@ class StateBench(Bench):
         )
         self.slots[row.request] = self.requests.req_id_to_index[row.request]
         self.runner.add_request(self.slots[row.request], data)
+        if row.request in self.setting.no_dictionary:
+            self.runner.intermediate_buffer.buffers[self.slots[row.request]] = ["no dictionary"]
 
     def fill_inputs(self, rows: Step, offsets: Sequence[int]) -> None:
         ids = torch.empty(self.sizes.tokens, dtype=torch.int32)

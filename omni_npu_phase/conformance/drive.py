@@ -197,7 +197,9 @@ class _Contents:
     """Request and position that each row of each MTP input buffer names."""
 
 
-def _stored(info: Mapping[str, Any]) -> dict[str, Any]:
+def _stored(info: Any) -> dict[str, Any]:
+    if not isinstance(info, dict):
+        return {"no dictionary": _frozen(info)}
     return {key: _frozen(value) for key, value in info.items() if key not in FIELDS}
 
 

@@ -18,6 +18,9 @@ from omni_npu_phase.conformance.drive import Recording, StepRecord
 from omni_npu_phase.conformance.recording_model import NEW_IDS, UNTOUCHED, HookCall, MtpCall
 from omni_npu_phase.conformance.scenarios import DECODE, MTP, Row
 
+_HANDLED_AS_RELEASED = ("long", "short", "other_ids", "integer_embeds", "float_ids", "flat")
+"""Faults whose rows must end up as the released runner leaves them (E5, E5b)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
@@ -365,7 +368,7 @@ def _written_behind(step: StepRecord, rows: Sequence[_Placed]) -> list[int]:
 def _wanted_embeds(run: Recording, placed: _Placed) -> list[list[float]]:
     row = placed.row
     offset = NEW_IDS if run.scenario.behaviour.ids == "new" else 0
-    if run.variant.mtp and row.shows == MTP and not _lacks_mtp_inputs(run):
+    if run.variant.mtp and row.shows == MTP and not run.scenario.lacks_mtp_inputs(run.variant):
         return [recording.mtp_embedding(placed.token + offset)]
     batched = placed.calls[0].hook == "batched"
     rows = [recording.embedding(run.token(row, index), batched=batched) for index in range(row.span)]
@@ -427,7 +430,7 @@ def _mtp_batch(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Ite
     if not run.variant.mtp:
         return
     eligible = [placed for placed in rows if placed.row.shows == MTP]
-    if _lacks_mtp_inputs(run):
+    if run.scenario.lacks_mtp_inputs(run.variant):
         eligible = []
     one_stream = run.scenario.setting.seeds and run.scenario.behaviour.seeds == "one_stream"
     entered = [token_id for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
@@ -477,7 +480,7 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
         found, known = step.codes.get(row.request), history.codes.get(row.request)
         offset = NEW_IDS if behaviour.ids == "new" else 0
         wanted = known
-        makes_codes = row.shows == MTP and not _lacks_mtp_inputs(run)
+        makes_codes = row.shows == MTP and not run.scenario.lacks_mtp_inputs(run.variant)
         none_made = behaviour.codes == "none_later" and not any(
             call.gave_codes and placed.token in tokens_in_mtp(run, step, call) for call in step.log.mtp
         )
@@ -528,7 +531,7 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             infos = call.keywords.get("req_infos") or []
             paired = [recording.request_of(info) for info in infos] == requests
             yield "T1", "" if requests and paired else f"MTP was given req_ids {requests} with other infos"
-    if behaviour.fault in ("long", "short", "other_ids") and run.variant.mode == "on":
+    if behaviour.fault in _HANDLED_AS_RELEASED and run.variant.mode == "on":
         clause = run.scenario.about[0]
         for placed in rows:
             wanted = _wanted_embeds(run, placed) if len(placed.calls) == 1 else None
@@ -536,12 +539,6 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             yield clause, "" if found == wanted else f"{placed}: not handled as the released runner does"
         reached = _written_behind(step, rows)
         yield clause, f"rows {reached} behind the spans were written" if reached else ""
-
-
-def _lacks_mtp_inputs(run: Recording) -> bool:
-    """Whether the model's fault leaves eligible rows without MTP inputs: the batched hook gives them apart."""
-    fault = run.scenario.behaviour.fault
-    return fault == "no_mtp_inputs" or (fault == "no_dictionary" and run.variant.hook == "scalar")
 
 
 def _requests(run: Recording, token_ids: Sequence[int]) -> str:

@@ -40,23 +40,23 @@ class ClauseResult:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How many runs were held against their golden traces, and how those differ that do."""
+    """How many runs had their routing held against the scenarios' tables, and how those differ that do."""
 
     compared: int
     differences: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.differences:
-            return f"routing is identical to the golden traces in all {self.compared} runs"
+            return f"routing is what the scenarios' tables say in all {self.compared} runs"
         return (
-            f"routing differs from the golden traces in {len(self.differences)} of {self.compared} runs; first: "
+            f"routing differs from the scenarios' tables in {len(self.differences)} of {self.compared} runs; first: "
             + (self.differences[0])
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A verification: the runtime it ran on, every verdict, and the mixin's parity with the golden traces."""
+    """A verification: the runtime it ran on, every verdict, and whether the mixin routes as the tables say."""
 
     runtime: Mapping[str, Any]
     clauses: tuple[ClauseResult, ...]

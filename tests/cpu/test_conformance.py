@@ -169,7 +169,7 @@ def test_classes_by_mode(released: type, mixed: type) -> None:
         runner = verify.RunnerClasses("x", given)
         assert verify.classes_for("released", runner).autoregressive is released
         ours = verify.classes_for("mixin", runner).autoregressive
-        assert ours.__mro__[ours.__mro__.index(released) - 1].__name__ == "PhaseRoutingMixin"
+        assert "PhaseRoutingMixin" in [base.__name__ for base in ours.__mro__[: ours.__mro__.index(released)]]
     assert verify.classes_for("mixin", verify.RunnerClasses("x", mixed)).autoregressive is mixed
 
 

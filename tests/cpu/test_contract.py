@@ -25,7 +25,7 @@ TABLE = [
     (1, 0, 1, "prefill", False),
     (5, 5, 2, "decode", False),
 ]
-EXTENDED = {"T8", "T9", "T10", "T11", "R10"} | {f"E{number}" for number in range(1, 9)} | {"E5b"}
+EXTENDED = {"T8", "T9", "T10", "T11", "R10"} | {f"E{number}" for number in range(1, 10)} | {"E5b"}
 
 lengths = st.integers(min_value=0, max_value=6)
 
@@ -86,7 +86,7 @@ def test_tails_of_a_prompt_of_five(computed: int, span: int, tail: bool) -> None
 
 
 def test_clauses_are_in_contract_order() -> None:
-    groups = {"M": 10, "R": 10, "T": 11, "E": 8}
+    groups = {"M": 10, "R": 10, "T": 11, "E": 9}
     ids = [f"{group}{number}" for group, count in groups.items() for number in range(1, count + 1)]
     ids.insert(ids.index("E5") + 1, "E5b")
     assert list(CLAUSES) == ids
