@@ -136,6 +136,22 @@ class Bench:
             runner.talker_mtp = captured(model.talker_mtp)
         return runner
 
+    def missing(self, error: BaseException) -> str:
+        """What this bench does not give a runner, if that is what an error came from; else nothing.
+
+        Without an engine a runner is not as complete as there, which is no fault of the runner.
+        """
+        for cause in _causes(error):
+            if isinstance(cause, AttributeError) and any(cause.obj is own for own in self._made()):
+                what = "the runner" if cause.obj is self.runner else f"its {type(cause.obj).__name__}"
+                return f"{what} has no {cause.name}, which its own __init__ or an engine sets"
+        return ""
+
+    def _made(self) -> Iterator[Any]:
+        """What this bench made in place of an engine."""
+        config = getattr(self.runner, "vllm_config", None)
+        yield from (self.runner, config, getattr(config, "model_config", None))
+
     # What a step is made of.
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -477,6 +493,13 @@ class StateBench(Bench):
             has_structured_output_reqs=False,
             prompt_lens=None,
         )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def scheduler_output(rows: Step, *, reverse: bool = False) -> Any:

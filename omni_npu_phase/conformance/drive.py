@@ -14,7 +14,7 @@ import torch
 from omni_npu_phase.conformance import recording_model as recording
 from omni_npu_phase.conformance.bench import ROWS_BEHIND, Bench, scenario_bench, single_stage
 from omni_npu_phase.conformance.recording_model import Log
-from omni_npu_phase.conformance.scenarios import Row, Scenario, Step, Variant
+from omni_npu_phase.conformance.scenarios import Row, Scenario, SetupError, Step, Variant
 from omni_npu_phase.contract import FIELDS
 
 
@@ -60,14 +60,11 @@ class Recording:
         return recording.token(self.indices[row.request], row.num_computed + index)
 
 
-class SetupError(RuntimeError):
-    """No runner of a class could be made here: this says nothing about the contract."""
-
-
 def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.device) -> Recording:
     """Run one scenario on a runner of ``cls``. What the runner raises in a step is recorded, not raised.
 
-    Raises :class:`SetupError` where no runner of the class can be made.
+    Raises :class:`SetupError` where no runner of the class can be made, and where a step reads what only the runner's
+    own ``__init__``, or an engine, sets.
     """
     record = Recording(scenario, variant, device.type)
     with _warnings_of_package(record.warnings), single_stage():
@@ -80,7 +77,9 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
             with torch.inference_mode():
                 for rows in scenario.steps:
                     drive.take_step(rows)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the runner under test raises is its result
+        except (Exception, SystemExit) as error:
+            if missing := bench.missing(error):
+                raise SetupError(f"{cls.__qualname__} cannot be judged here: {missing}") from error
             record.error = error
     return record
 

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _RUNNER_TESTS, _MODEL_TESTS = "test_clauses.py", "test_model.py"
 _SEEN = "seen."
-_ROUTING = "routing"
+_ROUTING, _HELD = "routing", "held"
 _NOTHING_NAMED = "name what to judge: --phase-runner MODULE:FACTORY, --phase-model MODULE:FACTORY, or both"
 Loaded = TypeVar("Loaded")
 Record = Callable[[tuple[str, object]], None]
@@ -253,6 +253,11 @@ def expect_nothing_against(seen: Mapping[str, str], kit: Kit, record: Record) ->
         pytest.fail(told, pytrace=False)
 
 
+def record_held(clauses: Sequence[str], record: Record) -> None:
+    """Note the clauses that a run as a whole is evidence for."""
+    record((_HELD, " ".join(clauses)))
+
+
 def record_routing(difference: str | None, record: Record) -> None:
     """Note that a run's routing was held against its table, and how it differs."""
     record((_ROUTING, difference or ""))
@@ -268,6 +273,8 @@ def _judgements(found: Mapping[str, Any], what: str = "clause", where: str = "sc
     against = {name.removeprefix(_SEEN): seen for name, seen in found.items() if name.startswith(_SEEN)}
     for clause, seen in against.items():
         yield Judgement(clause, *place, seen)
+    for clause in found.get(_HELD, "").split():
+        yield Judgement(clause, *place)
     if what in found and "undecided" in found:
         yield Judgement(found[what], *place, found["undecided"], undecided=True)
     elif what in found and not against:

@@ -84,6 +84,13 @@ class Report:
         differs = mode == "mixin" and self.parity is not None and bool(self.parity.differences)
         return not differs and not any(result.failed for result in self.of(mode))
 
+    def undecided(self, mode: str) -> str:
+        """Why clauses could not be judged, where nothing else is wrong."""
+        wrong = [result for result in self.of(mode) if result.failed]
+        if any(result.status == "fail" for result in wrong) or (self.parity is not None and self.parity.differences):
+            return ""
+        return next((result.detail for result in wrong), "")
+
     def to_json(self) -> str:
         document = {
             "schema": SCHEMA,

@@ -487,6 +487,11 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 BY_ID: Mapping[str, Scenario] = {scenario.id: scenario for scenario in SCENARIOS}
 
+
+class SetupError(RuntimeError):
+    """No runner of a class could be made here, or none that is complete: this says nothing about the contract."""
+
+
 _NO_BATCH_HOOK = "V2 has no preprocess_batch, and its preprocess_batch_mrv2 gets prefill rows only"
 NOT_IN_V2: Mapping[str, str] = {
     "scheduler-order": "a V2 model state gets the input batch alone, without the scheduler's dictionary",

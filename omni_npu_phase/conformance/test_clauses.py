@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from omni_npu_phase.conformance import verify
-from omni_npu_phase.conformance.kit import Kit, Record, expect_nothing_against, kit_of, record_routing
+from omni_npu_phase.conformance.kit import Kit, Record, expect_nothing_against, kit_of, record_held, record_routing
 from omni_npu_phase.conformance.scenarios import Scenario, Variant
 from omni_npu_phase.contract import CLAUSES
 
@@ -66,16 +66,18 @@ def test_clause(clause: str, case: verify.Case, kit: Kit, record: Record) -> Non
 def test_run(scenario: Scenario, variant: Variant, case: verify.Case, kit: Kit, record: Record) -> None:
     """A run as a whole: nothing against any other clause that its rows show, and with the mixin the right routing."""
     tested = kit.clauses_of(scenario, variant)
-    others = {
-        judgement.clause: judgement.seen
+    others = [
+        judgement
         for judgement in reversed(case.judgements)
-        if not judgement.holds and judgement.clause not in tested and CLAUSES[judgement.clause].tier in kit.tiers
-    }
+        if judgement.clause not in tested and CLAUSES[judgement.clause].tier in kit.tiers
+    ]
+    against = {judgement.clause: judgement.seen for judgement in others if not judgement.holds}
+    record_held(sorted({judgement.clause for judgement in others} - against.keys()), record)
     if case.compared:
         record_routing(case.difference, record)
     if case.difference is not None:
         pytest.fail(f"routing is not what the table says: {case.difference}", pytrace=False)
-    expect_nothing_against(others, kit, record)
+    expect_nothing_against(against, kit, record)
 
 
 def test_expected_failure(listed: str, kit: Kit) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, one_line, verdict
-from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario, Variant
+from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario, SetupError, Variant
 from omni_npu_phase.contract import CLAUSES, Tier
 from omni_npu_phase.releases import v2
 from omni_npu_phase.settings import version_of
@@ -282,7 +282,7 @@ def run_case(classes: RunnerClasses, mode: Mode, scenario: Scenario, variant: Va
     import torch
 
     from omni_npu_phase.conformance import routing
-    from omni_npu_phase.conformance.drive import SetupError, run_scenario
+    from omni_npu_phase.conformance.drive import run_scenario
     from omni_npu_phase.conformance.judge import Judgement, judge
 
     asked = _asked_for(scenario, cls) if mode == "released" else scenario

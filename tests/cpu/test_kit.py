@@ -232,7 +232,7 @@ def test_ids_are_the_same_in_every_process(kit: Kit) -> None:
 
 
 def test_first_failure_stops(kit: Kit) -> None:
-    result = kit.run("--phase-runner", "gpu-v1", "-k", "R7", "-x", "--phase-report", "report.md")
+    result = kit.run("--phase-runner", "gpu-v1", "-k", "M9-mutated-fields", "-x", "--phase-report", "report.md")
     result.assert_outcomes(failed=1, passed=2)
     # What was judged so far is not what there is.
     assert re.search(r"- judged: 3 of \d{3} ", (kit.folder / "report.md").read_text(encoding="utf-8"))
@@ -315,7 +315,7 @@ def test_properties_for_other_tools(kit: Kit) -> None:
 
 def test_report(kit: Kit) -> None:
     """The same verdicts as verify's, in its own words, for the scenarios that were run."""
-    result = kit.run("--phase-runner", "gpu-v1", "--phase-report", "report.md", "-k-mutated-fields-")
+    result = kit.run("--phase-runner", "gpu-v1", "--phase-report", "report.md", "-kmutated-fields-")
     text = (kit.folder / "report.md").read_text(encoding="utf-8")
     wanted = verify.verify(
         verify.load_runner("gpu-v1"), ("released",), scenarios=[BY_ID["mutated-fields"]]

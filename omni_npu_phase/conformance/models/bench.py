@@ -20,7 +20,7 @@ import torch
 from omni_npu_phase import contract
 from omni_npu_phase.conformance.bench import Bench, Sizes, single_stage
 from omni_npu_phase.conformance.models.subject import ModelUnderTest
-from omni_npu_phase.conformance.scenarios import Row, Step, Variant, row
+from omni_npu_phase.conformance.scenarios import Row, SetupError, Step, Variant, row
 from omni_npu_phase.step.mtp import output_key
 from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
 
@@ -83,7 +83,19 @@ class ModelBench(Bench):
         return row(request_id, self.prompt_len(request_id), computed, span)
 
     def step(self, *rows: Row) -> list[Seen]:
-        """One step of these rows, in this order. Raises whatever the model raises, and ContractError (E5, E5b, E7)."""
+        """One step of these rows, in this order.
+
+        Raises whatever the model raises, ContractError (E5, E5b, E7), and SetupError where this bench's runner is not
+        complete enough.
+        """
+        try:
+            return self._step(rows)
+        except Exception as error:
+            if missing := self.missing(error):
+                raise SetupError(f"{type(self.runner).__qualname__} cannot drive a model here: {missing}") from error
+            raise
+
+    def _step(self, rows: Step) -> list[Seen]:
         offsets = self.schedule(rows)
         seen: dict[str, Seen] = {}
         errors: list[Exception] = []
