@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _STYLES = {"pass": "green", "fail": "bold red", "error": "bold red", "xfail": "yellow", "not_applicable": "dim"}
 EPILOG = (
-    "Exit status: 0 every judged clause holds; 1 a clause fails; 2 wrong use, nothing to run on, or a clause that could "
-    "not be judged. With --mode both the mixin decides. To judge a runner as it stands: --mode released."
+    "Exit status: 0 every judged clause holds; 1 a clause fails; 2 wrong use, nothing to run on, or a clause that "
+    "could not be judged. With --mode both the mixin decides. To judge a runner as it stands: --mode released."
 )
 
 
