@@ -2,17 +2,14 @@
 """The phase contract as code: the three fields, the phase of a row, and every clause by its id.
 
 ``P`` is the prompt length of a row, ``C`` its progress before the step, ``S`` its scheduled span. All three count
-tokens. Needs the standard library and NumPy only, so that a model, a test or a log reader can import it anywhere.
+tokens. Needs the standard library alone, so that a model, a test or a log reader can import it anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Literal
 
 PROMPT_LEN = "_omni_prompt_len"
 NUM_COMPUTED = "_omni_num_computed_tokens"
@@ -25,55 +22,75 @@ FIELD_TYPES: Mapping[str, type] = {PROMPT_LEN: int, NUM_COMPUTED: int, IS_PREFIL
 MTP_INPUTS = "mtp_inputs"
 """Key under which a scalar hook hands an eligible row's (hidden states, text step) to the runner (T1, E6, E7)."""
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 Tier = Literal["required", "extended"]
+Phase = Literal["prefill", "prefill tail", "decode"]
+"""The phase of a row as the contract's table words it."""
 
 
-@overload
-def is_prefill(prompt_len: int, num_computed: int) -> bool: ...
-@overload
-def is_prefill(prompt_len: IntArray, num_computed: IntArray) -> BoolArray: ...
-def is_prefill(prompt_len: Any, num_computed: Any) -> Any:
-    """Phase of one row, or of every row of a step: prefill exactly while ``C < P`` (M5).
-
-    Takes two ints, or two int64 arrays of shape (rows,); gives a bool, or a bool array of shape (rows,).
-    """
+def is_prefill(prompt_len: int, num_computed: int) -> bool:
+    """The phase of a row: prefill exactly while ``C < P`` (M5)."""
     return num_computed < prompt_len
 
 
-@overload
-def is_mtp_eligible(prompt_len: int, num_computed: int, span: int) -> bool: ...
-@overload
-def is_mtp_eligible(prompt_len: IntArray, num_computed: IntArray, span: IntArray) -> BoolArray: ...
-def is_mtp_eligible(prompt_len: Any, num_computed: Any, span: Any) -> Any:
-    """Whether a row may enter the MTP batch and the batched decode hook: one token, and decode (R2, T1, T6).
-
-    Takes three ints, or three int64 arrays of shape (rows,); gives a bool, or a bool array of shape (rows,).
-    """
-    return (span == 1) & (num_computed >= prompt_len)
+def is_mtp_eligible(prompt_len: int, num_computed: int, span: int) -> bool:
+    """Whether a row may enter the MTP batch and the batched decode hook: one token, and decode (R2, T1, T6)."""
+    return span == 1 and num_computed >= prompt_len
 
 
-def is_tail(prompt_len: int, num_computed: int, span: int) -> bool:
-    """Whether a row is a prefill tail: the last token of a prompt that was begun in an earlier step (T2)."""
-    return span == 1 and num_computed > 0 and num_computed + 1 == prompt_len
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A scheduled row by its lengths, and what follows from them."""
 
+    prompt_len: int
+    num_computed: int
+    """Progress before the step."""
+    span: int
+    """Tokens scheduled in the step."""
 
-def crosses(prompt_len: int, num_computed: int, span: int) -> bool:
-    """Whether a span begins inside the prompt and ends behind it (E2)."""
-    return num_computed < prompt_len < num_computed + span
+    @property
+    def prefill(self) -> bool:
+        """Prefill exactly while ``C < P`` (M5)."""
+        return self.num_computed < self.prompt_len
 
+    @property
+    def decode(self) -> bool:
+        return not self.prefill
 
-def is_replay(prompt_len: int, num_computed: int, span: int, known: int) -> bool:
-    """Whether a decode row recomputes tokens the request already has, ``known`` being how many it has (E3)."""
-    return num_computed >= prompt_len and num_computed + span < known
+    @property
+    def eligible(self) -> bool:
+        """Whether it may enter the MTP batch and the batched decode hook (R2, T1, T6)."""
+        return self.decode and self.span == 1
 
+    @property
+    def tail(self) -> bool:
+        """Whether it is the last token of a prompt that was begun in an earlier step (T2)."""
+        return self.span == 1 and 0 < self.num_computed == self.prompt_len - 1
 
-def phase_name(prompt_len: int, num_computed: int, span: int) -> str:
-    """The phase as the contract's table words it: ``prefill``, ``prefill tail`` or ``decode``."""
-    if not is_prefill(prompt_len, num_computed):
-        return "decode"
-    return "prefill tail" if is_tail(prompt_len, num_computed, span) else "prefill"
+    @property
+    def crosses(self) -> bool:
+        """Whether its span begins inside the prompt and ends behind it (E2)."""
+        return self.num_computed < self.prompt_len < self.end
+
+    @property
+    def end(self) -> int:
+        """Progress after the step."""
+        return self.num_computed + self.span
+
+    @property
+    def phase(self) -> Phase:
+        return "decode" if self.decode else "prefill tail" if self.tail else "prefill"
+
+    @property
+    def fields(self) -> dict[str, int | bool]:
+        """The runner-owned fields of the row (M3, M4, M5)."""
+        return {PROMPT_LEN: self.prompt_len, NUM_COMPUTED: self.num_computed, IS_PREFILL: self.prefill}
+
+    def replays(self, known: int) -> bool:
+        """Whether it is a decode row that recomputes tokens of a request that has ``known`` tokens already (E3)."""
+        return self.decode and self.end < known
+
+    def __str__(self) -> str:
+        return f"P={self.prompt_len} C={self.num_computed} S={self.span}"
 
 
 @dataclass(frozen=True, slots=True)

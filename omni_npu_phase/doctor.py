@@ -101,6 +101,8 @@ class Report:
             yield runner["name"], f"{', '.join(runner['classes'])}, judged on {runner['judged_on']}"
             yield "  as released", _failing(runner["released"])
             yield "  with the mixin", runner["refused"] or _failing(runner["mixin"])
+            if runner["undecided"]:
+                yield "  not judged", runner["undecided"]
         if self.model:
             for found in self.model["looks"]:
                 yield "model", f"{found['cls']} {found['verdict']}: {found['reason']}, in {found['file']}"
@@ -296,14 +298,21 @@ def _judge_runner(name: str, device: str, device_name: str) -> Iterator[dict[str
         "released": None,
         "mixin": None,
         "refused": None,
+        "undecided": None,
     }
-    found["released"] = _failing_clauses(verify.verify(runner, ("released",), scenarios=scenarios, device=device))
     try:
-        found["mixin"] = _failing_clauses(verify.verify(runner, ("mixin",), scenarios=scenarios, device=device))
+        for mode in ("released", "mixin"):
+            report = verify.verify(runner, (mode,), scenarios=scenarios, device=device)
+            found[mode], undecided = _failing_clauses(report)
+            found["undecided"] = found["undecided"] or undecided
     except UnsupportedRuntimeError as error:
         found["refused"] = str(error)
     yield found
 
 
-def _failing_clauses(report: Any) -> list[str]:
-    return [clause.id for clause in report.clauses if clause.failed and clause.id in CHUNK_CLAUSES]
+def _failing_clauses(report: Any) -> tuple[list[str] | None, str | None]:
+    """The failing clauses, None where some could not be judged and none fails; and why they could not."""
+    own = [clause for clause in report.clauses if clause.failed and clause.id in CHUNK_CLAUSES]
+    failing = [clause.id for clause in own if clause.status == "fail"]
+    undecided = next((clause.detail for clause in own if clause.status == "error"), None)
+    return None if undecided and not failing else failing, undecided

@@ -187,15 +187,16 @@ def _row_table(trace: Trace, rows: Sequence[tuple[Step, Row]]) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="right" if name in ("step", "P", "C", "S", "MTP") else "left", overflow="fold")
     for step, row in rows:
-        table.add_row(str(step.number), *map(console.escape, _cells(row)), style="bold" if row.tail else None)
+        table.add_row(str(step.number), *map(console.escape, _cells(row)), style="bold" if row.lengths.tail else None)
     return table
 
 
 def _cells(row: Row) -> list[str]:
     marks = [name for name, there in (("crosses", row.crosses), ("replay", row.replay)) if there]
     hook = (row.hook or "") + ("" if row.call is None else f" {row.call}")
-    told = "" if row.told is None else "right" if row.told == row.truth else json.dumps(row.told)
-    lengths = [str(value) for value in (row.prompt_len, row.computed, row.span)]
+    right = row.told == list(row.lengths.fields.values())
+    told = "" if row.told is None else "right" if right else json.dumps(row.told)
+    lengths = [str(value) for value in (row.prompt_len, row.num_computed, row.span)]
     return [row.request, *lengths, row.phase, " ".join(marks), hook, "" if row.mtp is None else str(row.mtp), told]
 
 

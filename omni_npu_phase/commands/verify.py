@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _STYLES = {"pass": "green", "fail": "bold red", "error": "bold red", "xfail": "yellow", "not_applicable": "dim"}
 EPILOG = (
-    "Exit status: 0 every judged clause holds; 1 a clause fails; 2 wrong use, or nothing to run on. "
-    "With --mode both the mixin decides. To judge a runner as it stands: --mode released."
+    "Exit status: 0 every judged clause holds; 1 a clause fails; 2 wrong use, nothing to run on, or a clause that "
+    "could not be judged. With --mode both the mixin decides. To judge a runner as it stands: --mode released."
 )
 
 
@@ -162,6 +162,8 @@ def verify(
         console.write_text(writers[_FORMATS[file.suffix]](), file)
     decides = modes[-1]
     if not report.passed(decides):
+        if undecided := report.undecided(decides):
+            console.stop(f"could not be judged: {undecided}")
         raise typer.Exit(console.FAILED)
     if not report.judged(decides):
         console.stop("none of the chosen scenarios shows a clause of the chosen tier: nothing was judged")

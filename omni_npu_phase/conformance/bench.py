@@ -47,7 +47,7 @@ class Sizes:
         """Large enough for these steps."""
         return cls(
             tokens=max(sum(row.span for row in rows) for rows in steps) + ROWS_BEHIND,
-            length=max(row.prompt + row.computed + row.span for rows in steps for row in rows) + 8,
+            length=max(row.prompt_len + row.num_computed + row.span for rows in steps for row in rows) + 8,
             requests=max(16, *map(len, steps)),
             hidden=hidden,
             dtype=dtype,
@@ -140,6 +140,22 @@ class Bench:
             runner.talker_mtp = captured(model.talker_mtp)
         return runner
 
+    def missing(self, error: BaseException) -> str:
+        """What this bench does not give a runner, if that is what an error came from; else nothing.
+
+        Without an engine a runner is not as complete as there, which is no fault of the runner.
+        """
+        for cause in _causes(error):
+            if isinstance(cause, AttributeError) and any(cause.obj is own for own in self._made()):
+                what = "the runner" if cause.obj is self.runner else f"its {type(cause.obj).__name__}"
+                return f"{what} has no {cause.name}, which its own __init__ or an engine sets"
+        return ""
+
+    def _made(self) -> Iterator[Any]:
+        """What this bench made in place of an engine."""
+        config = getattr(self.runner, "vllm_config", None)
+        yield from (self.runner, config, getattr(config, "model_config", None))
+
     # What a step is made of.
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,12 +203,14 @@ class Bench:
                 state = runner.requests[row.request] = self.new_state(row)
                 if row.request not in self.setting.no_buffer:
                     runner.model_intermediate_buffer[row.request] = self.new_info(row.request)
-            elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt:
+                if row.request in self.setting.no_dictionary:
+                    runner.model_intermediate_buffer[row.request] = ["no dictionary"]
+            elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt_len:
                 state.prompt_token_ids = self.prompt(row)
-                state.num_prompt_tokens = row.prompt
-            known = row.computed + row.span - row.prompt
+                state.num_prompt_tokens = row.prompt_len
+            known = row.num_computed + row.span - row.prompt_len
             while len(state.output_token_ids) < known:
-                state.output_token_ids.append(self.token(row, row.prompt + len(state.output_token_ids)))
+                state.output_token_ids.append(self.token(row, row.prompt_len + len(state.output_token_ids)))
             if row.request not in batch.req_id_to_index:
                 batch.add_request(state)
         batch.condense()
@@ -201,8 +219,8 @@ class Bench:
                 batch.swap_states(index, batch.req_id_to_index[request])
         batch.refresh_metadata()
         for index, row in enumerate(rows):
-            batch.num_computed_tokens_cpu[index] = row.computed
-            batch.num_prompt_tokens[index] = row.prompt
+            batch.num_computed_tokens_cpu[index] = row.num_computed
+            batch.num_prompt_tokens[index] = row.prompt_len
         for request in self.setting.missing:
             runner.requests.pop(request, None)
         if self.setting.stale:
@@ -222,7 +240,7 @@ class Bench:
         ids.zero_()
         for row, start in zip(rows, offsets, strict=False):
             for index in range(row.span):
-                ids[start + index] = self.token(row, row.computed + index)
+                ids[start + index] = self.token(row, row.num_computed + index)
 
     def claimed(self, rows: Step) -> Step:
         """The rows with the spans that the scheduler claims."""
@@ -256,21 +274,22 @@ class Bench:
         embeds = None
         if row.request in self.setting.prompt_embeds:
             index = self.indices[row.request]
-            embeds = torch.tensor([recording.prompt_embedding(index, place) for place in range(row.prompt)])
+            embeds = torch.tensor([recording.prompt_embedding(index, place) for place in range(row.prompt_len)])
         return {
             "prompt_token_ids": self.prompt(row) if embeds is None else None,
             "prompt_embeds": embeds,
             "sampling_params": SamplingParams(max_tokens=9, seed=7, extra_args=extra),
-            "num_computed_tokens": max(row.computed, 0),
+            "num_computed_tokens": max(row.num_computed, 0),
         }
 
     def new_info(self, request: str) -> dict[str, Any]:
         """What a request's live buffer holds from its first step on."""
-        info: dict[str, Any] = {"voice": "v", recording.MARK: {recording.ARRIVED: request}}
+        group = "no dictionary" if request in self.setting.no_group else {recording.ARRIVED: request}
+        info: dict[str, Any] = {"voice": "v", recording.MARK: group}
         return {**info, **({recording.NESTED: {"once": request}} if self.setting.nested else {})}
 
     def prompt(self, row: Row) -> list[int]:
-        return [self.token(row, position) for position in range(row.prompt)]
+        return [self.token(row, position) for position in range(row.prompt_len)]
 
     def token(self, row: Row, position: int) -> int:
         """The token id at a position of the row's request."""
@@ -369,8 +388,8 @@ class StateBench(Bench):
             if row.request not in self.slots:
                 self.add(row)
             slot = self.slots[row.request]
-            requests.prompt_len.np[slot] = row.prompt
-            requests.num_computed_tokens_np[slot] = row.computed
+            requests.prompt_len.np[slot] = row.prompt_len
+            requests.num_computed_tokens_np[slot] = row.num_computed
             if setting.stale:
                 self.runner.intermediate_buffer.buffers[slot].update(recording.hostile_fields())
         for request in setting.missing:
@@ -381,7 +400,7 @@ class StateBench(Bench):
         from vllm_omni.core.sched.output import OmniNewRequestData
 
         # What is to be read again after a preemption: prompt and outputs.
-        known = max(row.prompt, row.computed + row.span)
+        known = max(row.prompt_len, row.num_computed + row.span)
         data = OmniNewRequestData(
             req_id=row.request,
             **self.new_request(row),
@@ -401,6 +420,8 @@ class StateBench(Bench):
         )
         self.slots[row.request] = self.requests.req_id_to_index[row.request]
         self.runner.add_request(self.slots[row.request], data)
+        if row.request in self.setting.no_dictionary:
+            self.runner.intermediate_buffer.buffers[self.slots[row.request]] = ["no dictionary"]
 
     def fill_inputs(self, rows: Step, offsets: Sequence[int]) -> None:
         ids = torch.empty(self.sizes.tokens, dtype=torch.int32)
@@ -476,6 +497,13 @@ class StateBench(Bench):
             has_structured_output_reqs=False,
             prompt_lens=None,
         )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def scheduler_output(rows: Step, *, reverse: bool = False) -> Any:

@@ -14,7 +14,7 @@ import torch
 from omni_npu_phase.conformance import recording_model as recording
 from omni_npu_phase.conformance.bench import ROWS_BEHIND, Bench, scenario_bench, single_stage
 from omni_npu_phase.conformance.recording_model import Log
-from omni_npu_phase.conformance.scenarios import Row, Scenario, Step, Variant
+from omni_npu_phase.conformance.scenarios import Row, Scenario, SetupError, Step, Variant
 from omni_npu_phase.contract import FIELDS
 
 
@@ -57,17 +57,14 @@ class Recording:
         self.indices = self.scenario.indices
 
     def token(self, row: Row, index: int = 0) -> int:
-        return recording.token(self.indices[row.request], row.computed + index)
-
-
-class SetupError(RuntimeError):
-    """No runner of a class could be made here: this says nothing about the contract."""
+        return recording.token(self.indices[row.request], row.num_computed + index)
 
 
 def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.device) -> Recording:
     """Run one scenario on a runner of ``cls``. What the runner raises in a step is recorded, not raised.
 
-    Raises :class:`SetupError` where no runner of the class can be made.
+    Raises :class:`SetupError` where no runner of the class can be made, and where a step reads what only the runner's
+    own ``__init__``, or an engine, sets.
     """
     record = Recording(scenario, variant, device.type)
     with _warnings_of_package(record.warnings), single_stage():
@@ -80,7 +77,9 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
             with torch.inference_mode():
                 for rows in scenario.steps:
                     drive.take_step(rows)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the runner under test raises is its result
+        except (Exception, SystemExit) as error:
+            if missing := bench.missing(error):
+                raise SetupError(f"{cls.__qualname__} cannot be judged here: {missing}") from error
             record.error = error
     return record
 
@@ -197,7 +196,9 @@ class _Contents:
     """Request and position that each row of each MTP input buffer names."""
 
 
-def _stored(info: Mapping[str, Any]) -> dict[str, Any]:
+def _stored(info: Any) -> dict[str, Any]:
+    if not isinstance(info, dict):
+        return {"no dictionary": _frozen(info)}
     return {key: _frozen(value) for key, value in info.items() if key not in FIELDS}
 
 

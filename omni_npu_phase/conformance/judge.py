@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,6 +17,9 @@ from omni_npu_phase.conformance import recording_model as recording
 from omni_npu_phase.conformance.drive import Recording, StepRecord
 from omni_npu_phase.conformance.recording_model import NEW_IDS, UNTOUCHED, HookCall, MtpCall
 from omni_npu_phase.conformance.scenarios import DECODE, MTP, Row
+
+_HANDLED_AS_RELEASED = ("long", "short", "other_ids", "integer_embeds", "float_ids", "flat")
+"""Faults whose rows must end up as the released runner leaves them (E5, E5b)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,7 @@ class _Placed:
     calls: list[HookCall]
 
     def __str__(self) -> str:
-        row = self.row
-        return f"{row.request} (P={row.prompt} C={row.computed} S={row.span})"
+        return f"{self.row.request} ({self.row})"
 
 
 def judge(run: Recording) -> list[Judgement]:
@@ -142,7 +143,7 @@ class _History:
         self.codes_later: dict[str, list[int] | None] = {}
         self.marks: dict[str, list[int | None]] = {}
         """The marks of each request's steps, behind two of none."""
-        self.progress: dict[str, tuple[int, int]] = {}
+        self.rows: dict[str, Row] = {}
         self.furthest: dict[str, int] = {}
         """How far each request ever was: a decode row at or before it is a replay."""
         self._streams = {
@@ -156,9 +157,9 @@ class _History:
         return 0 if stream is None else recording.draw(stream)
 
     def add(self, step: StepRecord) -> None:
-        self.progress.update({row.request: (row.prompt, row.computed) for row in step.rows})
+        self.rows.update({row.request: row for row in step.rows})
         for row in step.rows:
-            self.furthest[row.request] = max(row.computed, self.furthest.get(row.request, -1))
+            self.furthest[row.request] = max(row.num_computed, self.furthest.get(row.request, -1))
         self.codes_later.update(step.codes_later)
 
 
@@ -196,49 +197,49 @@ def _fields(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: 
         wrong = [name for name, kind in contract.FIELD_TYPES.items() if type(info[name]) is not kind]
         yield "M2", f"{placed}: {wrong[0]} is a {type(info[wrong[0]]).__name__}" if wrong else ""
         prompt, computed, prefill = (info[name] for name in contract.FIELDS)
-        right = (prompt, computed, prefill) == (row.prompt, row.computed, row.prefill)
+        right = (prompt, computed, prefill) == (row.prompt_len, row.num_computed, row.prefill)
         told = "" if right else f"{placed}: told P={prompt} C={computed} prefill={prefill}"
         if row.request not in run.scenario.setting.prompt_embeds:
-            yield "M3", told if prompt != row.prompt else ""
-        yield "M4", told if computed != row.computed else ""
+            yield "M3", told if prompt != row.prompt_len else ""
+        yield "M4", told if computed != row.num_computed else ""
         yield "M5", told if prefill != row.prefill else ""
         if run.scenario.setting.stale or run.scenario.behaviour.preprocess_batch in ("claims", "replaces"):
             yield "M6", told
-        earlier = history.progress.get(row.request)
-        if earlier is not None and (earlier[0] != row.prompt or earlier[1] >= row.computed or _flips(earlier, row)):
+        earlier = history.rows.get(row.request)
+        if earlier is not None and (
+            earlier.prompt_len != row.prompt_len
+            or earlier.num_computed >= row.num_computed
+            or earlier.prefill is not row.prefill
+        ):
             yield "M8", told
-        if row.prompt == 1 and row.computed == 0 and row.span == 1 and run.variant.mtp:
+        if row.prompt_len == 1 and row.num_computed == 0 and row.span == 1 and run.variant.mtp:
             yield "T3", told
-        if contract.crosses(row.prompt, row.computed, row.span):
+        if row.crosses:
             yield "E2", told
         if row.request in run.scenario.setting.prompt_embeds:
             yield "E1", told or _overlaid(run, placed)
-        if row.prompt <= row.computed <= history.furthest.get(row.request, -1):
+        if row.prompt_len <= row.num_computed <= history.furthest.get(row.request, -1):
             yield "E3", told
-
-
-def _flips(earlier: tuple[int, int], row: Row) -> bool:
-    return (earlier[1] < earlier[0]) != row.prefill
 
 
 def _overlaid(run: Recording, placed: _Placed) -> str:
     row, call = placed.row, placed.calls[0]
     index = run.indices[row.request]
-    prompt = [recording.prompt_embedding(index, position) for position in range(row.prompt)]
+    prompt = [recording.prompt_embedding(index, position) for position in range(row.prompt_len)]
     by_name = call.info.get("prompt_embeds_cpu")
     if by_name is not None:
         # As V2 does it: the whole prompt, which the hook takes its rows from.
         given, wanted = by_name.tolist(), prompt
     else:
         behind = [[UNTOUCHED] * recording.HIDDEN] * row.span
-        given, wanted = call.given, (prompt + behind)[row.computed : row.computed + row.span]
+        given, wanted = call.given, (prompt + behind)[row.num_computed : row.num_computed + row.span]
     return "" if given is None or given == wanted else f"{placed}: the hook was not given its prompt embeddings"
 
 
 def _owned_fields(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
     """The fields as forward and postprocess of the step read them, and nested state that hooks own (M9)."""
     for placed in rows:
-        row, truth = placed.row, _owned(placed.row)
+        row, truth = placed.row, placed.row.fields
         live = step.live.get(row.request, {})
         for name, value in truth.items():
             if type(live.get(name)) is not type(value) or live[name] != value:
@@ -251,13 +252,8 @@ def _owned_fields(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> 
             yield "M9", f"{placed}: a nested value the hook popped is back" if kept else ""
     # As text, for 1 is not True.
     found = str([[log.get(name) for name in contract.FIELDS] for log in step.log.postprocess])
-    wanted = str([list(_owned(placed.row).values()) for placed in rows])
+    wanted = str([list(placed.row.fields.values()) for placed in rows])
     yield "M9", "" if found == wanted else f"postprocess reads (P, C, is prefill) as {found}, not {wanted}"
-
-
-def _owned(row: Row) -> dict[str, Any]:
-    """The runner-owned fields of a row, in the contract's order."""
-    return dict(zip(contract.FIELDS, (row.prompt, row.computed, row.prefill), strict=True))
 
 
 def _batch_hook(run: Recording, step: StepRecord) -> Iterator[Finding]:
@@ -372,7 +368,7 @@ def _written_behind(step: StepRecord, rows: Sequence[_Placed]) -> list[int]:
 def _wanted_embeds(run: Recording, placed: _Placed) -> list[list[float]]:
     row = placed.row
     offset = NEW_IDS if run.scenario.behaviour.ids == "new" else 0
-    if run.variant.mtp and row.shows == MTP and not _lacks_mtp_inputs(run):
+    if run.variant.mtp and row.shows == MTP and not run.scenario.lacks_mtp_inputs(run.variant):
         return [recording.mtp_embedding(placed.token + offset)]
     batched = placed.calls[0].hook == "batched"
     rows = [recording.embedding(run.token(row, index), batched=batched) for index in range(row.span)]
@@ -434,7 +430,7 @@ def _mtp_batch(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Ite
     if not run.variant.mtp:
         return
     eligible = [placed for placed in rows if placed.row.shows == MTP]
-    if _lacks_mtp_inputs(run):
+    if run.scenario.lacks_mtp_inputs(run.variant):
         eligible = []
     one_stream = run.scenario.setting.seeds and run.scenario.behaviour.seeds == "one_stream"
     entered = [token_id for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
@@ -457,11 +453,11 @@ def _mtp_batch(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Ite
         told = f"{placed} went to MTP" if inside else ""
         if row.prefill and row.span == 1:
             yield "T2", told
-            if row.prompt == 1:
+            if row.prompt_len == 1:
                 yield "T3", told
         if row.shows == DECODE:
             yield "T6", told
-        if contract.crosses(row.prompt, row.computed, row.span):
+        if row.crosses:
             yield "E2", told
 
 
@@ -484,7 +480,7 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
         found, known = step.codes.get(row.request), history.codes.get(row.request)
         offset = NEW_IDS if behaviour.ids == "new" else 0
         wanted = known
-        makes_codes = row.shows == MTP and not _lacks_mtp_inputs(run)
+        makes_codes = row.shows == MTP and not run.scenario.lacks_mtp_inputs(run.variant)
         none_made = behaviour.codes == "none_later" and not any(
             call.gave_codes and placed.token in tokens_in_mtp(run, step, call) for call in step.log.mtp
         )
@@ -535,7 +531,7 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             infos = call.keywords.get("req_infos") or []
             paired = [recording.request_of(info) for info in infos] == requests
             yield "T1", "" if requests and paired else f"MTP was given req_ids {requests} with other infos"
-    if behaviour.fault in ("long", "short", "other_ids") and run.variant.mode == "on":
+    if behaviour.fault in _HANDLED_AS_RELEASED and run.variant.mode == "on":
         clause = run.scenario.about[0]
         for placed in rows:
             wanted = _wanted_embeds(run, placed) if len(placed.calls) == 1 else None
@@ -543,12 +539,6 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             yield clause, "" if found == wanted else f"{placed}: not handled as the released runner does"
         reached = _written_behind(step, rows)
         yield clause, f"rows {reached} behind the spans were written" if reached else ""
-
-
-def _lacks_mtp_inputs(run: Recording) -> bool:
-    """Whether the model's fault leaves eligible rows without MTP inputs: the batched hook gives them apart."""
-    fault = run.scenario.behaviour.fault
-    return fault == "no_mtp_inputs" or (fault == "no_dictionary" and run.variant.hook == "scalar")
 
 
 def _requests(run: Recording, token_ids: Sequence[int]) -> str:

@@ -7,14 +7,14 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pytest
 
-from omni_npu_phase.conformance import parity, verify
+from omni_npu_phase.conformance import verify
 from omni_npu_phase.conformance.models.cases import CASES
 from omni_npu_phase.conformance.models.subject import ModelUnderTest, load_model
 from omni_npu_phase.conformance.report import Parity, Report, few, read_xfails, verdict
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _RUNNER_TESTS, _MODEL_TESTS = "test_clauses.py", "test_model.py"
 _SEEN = "seen."
-_GOLDEN = "golden trace"
+_ROUTING, _HELD = "routing", "held"
 _NOTHING_NAMED = "name what to judge: --phase-runner MODULE:FACTORY, --phase-model MODULE:FACTORY, or both"
 Loaded = TypeVar("Loaded")
 Record = Callable[[tuple[str, object]], None]
@@ -76,9 +76,8 @@ class Kit:
                 yield scenario, variant
 
     def clauses_of(self, scenario: Scenario, variant: Variant) -> list[str]:
-        """The clauses of the tiers asked for that a run shows."""
-        shown = parity.clauses_shown(scenario)[str(variant)]
-        return [clause for clause in shown if CLAUSES[clause].tier in self.tiers]
+        """The clauses of the tiers asked for that a run has a test of: those it was written for."""
+        return [clause for clause in scenario.shown(variant) if CLAUSES[clause].tier in self.tiers]
 
     @property
     def listed_clauses(self) -> list[str]:
@@ -224,7 +223,7 @@ class Kit:
         wanted = sum(len(self.clauses_of(*run)) for run in self.runs())
         decided = sum("clause" in found and not found["skipped"] for found in self._found)
         runtime = verify.describe_runtime(self.runner, self.device_name)
-        compared = [found[_GOLDEN] for found in self._found if _GOLDEN in found]
+        compared = [found[_ROUTING] for found in self._found if _ROUTING in found]
         return Report(
             runtime={**runtime, "judged": f"{decided} of {wanted} (a clause in a run counts as one)"},
             clauses=tuple(results),
@@ -254,9 +253,14 @@ def expect_nothing_against(seen: Mapping[str, str], kit: Kit, record: Record) ->
         pytest.fail(told, pytrace=False)
 
 
-def record_golden(difference: str | None, record: Record) -> None:
-    """Note that a run was held against its golden trace, and how it differs."""
-    record((_GOLDEN, difference or ""))
+def record_held(clauses: Sequence[str], record: Record) -> None:
+    """Note the clauses that a run as a whole is evidence for."""
+    record((_HELD, " ".join(clauses)))
+
+
+def record_routing(difference: str | None, record: Record) -> None:
+    """Note that a run's routing was held against its table, and how it differs."""
+    record((_ROUTING, difference or ""))
 
 
 def _judgements(found: Mapping[str, Any], what: str = "clause", where: str = "scenario") -> Iterator[Judgement]:
@@ -269,6 +273,8 @@ def _judgements(found: Mapping[str, Any], what: str = "clause", where: str = "sc
     against = {name.removeprefix(_SEEN): seen for name, seen in found.items() if name.startswith(_SEEN)}
     for clause, seen in against.items():
         yield Judgement(clause, *place, seen)
+    for clause in found.get(_HELD, "").split():
+        yield Judgement(clause, *place)
     if what in found and "undecided" in found:
         yield Judgement(found[what], *place, found["undecided"], undecided=True)
     elif what in found and not against:

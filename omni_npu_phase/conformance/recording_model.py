@@ -416,6 +416,7 @@ FAULTS: Mapping[str, Callable[[str, tuple[Any, ...]], Any]] = {
     "no_mtp_inputs": _no_mtp_inputs,
     "wide_mtp_inputs": _mtp_inputs(lambda hidden, text_step: (hidden, torch.cat([text_step, text_step]))),
     "three_mtp_inputs": _mtp_inputs(lambda hidden, text_step: (hidden, text_step, text_step)),
+    "flat": _embeds(lambda embeds: embeds[0] if len(embeds) == 1 else embeds),
     "wrong_rank": _embeds(lambda embeds: embeds.unsqueeze(0)),
     "wrong_width": _embeds(lambda embeds: embeds[:, :-1]),
     "integer_embeds": _embeds(lambda embeds: embeds.to(torch.int64)),

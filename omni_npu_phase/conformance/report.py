@@ -40,23 +40,23 @@ class ClauseResult:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How many runs were held against their golden traces, and how those differ that do."""
+    """How many runs had their routing held against the scenarios' tables, and how those differ that do."""
 
     compared: int
     differences: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.differences:
-            return f"routing is identical to the golden traces in all {self.compared} runs"
+            return f"routing is what the scenarios' tables say in all {self.compared} runs"
         return (
-            f"routing differs from the golden traces in {len(self.differences)} of {self.compared} runs; first: "
+            f"routing differs from the scenarios' tables in {len(self.differences)} of {self.compared} runs; first: "
             + (self.differences[0])
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A verification: the runtime it ran on, every verdict, and the mixin's parity with the golden traces."""
+    """A verification: the runtime it ran on, every verdict, and whether the mixin routes as the tables say."""
 
     runtime: Mapping[str, Any]
     clauses: tuple[ClauseResult, ...]
@@ -83,6 +83,13 @@ class Report:
     def passed(self, mode: str) -> bool:
         differs = mode == "mixin" and self.parity is not None and bool(self.parity.differences)
         return not differs and not any(result.failed for result in self.of(mode))
+
+    def undecided(self, mode: str) -> str:
+        """Why clauses could not be judged, where nothing else is wrong."""
+        wrong = [result for result in self.of(mode) if result.failed]
+        if any(result.status == "fail" for result in wrong) or (self.parity is not None and self.parity.differences):
+            return ""
+        return next((result.detail for result in wrong), "")
 
     def to_json(self) -> str:
         document = {

@@ -8,10 +8,12 @@ MTP in models that have one. A scenario runs once per combination of its hook ki
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Shows = Literal["prefill", "prefill tail", "decode", "decode, MTP"]
+from omni_npu_phase import contract
+
+Shows = contract.Phase | Literal["decode, MTP"]
 PREFILL: Shows = "prefill"
 TAIL: Shows = "prefill tail"
 DECODE: Shows = "decode"
@@ -21,26 +23,17 @@ Hook = Literal["scalar", "batched"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A scheduled row: request, prompt length, progress before the step, span (tokens), and what it must show."""
+class Row(contract.Row):
+    """A scheduled row with its request, and what it must show."""
 
     request: str
-    prompt: int
-    computed: int
-    span: int
     shows: Shows
 
-    @property
-    def phase(self) -> str:
-        return DECODE if self.shows == MTP else self.shows
 
-    @property
-    def prefill(self) -> bool:
-        return self.shows in (PREFILL, TAIL)
-
-
-def row(request: str, prompt: int, computed: int, span: int, shows: Shows) -> Row:
-    return Row(request, prompt, computed, span, shows)
+def row(request: str, prompt_len: int, num_computed: int, span: int, shows: Shows | None = None) -> Row:
+    """A row; ``shows``: what it must show, in the tables of scenarios by hand, elsewhere as the contract says."""
+    lengths = contract.Row(prompt_len, num_computed, span)
+    return Row(prompt_len, num_computed, span, request, shows or (MTP if lengths.eligible else lengths.phase))
 
 
 Step = tuple[Row, ...]
@@ -107,6 +100,10 @@ class Setting:
     """Requests that have no live buffer at first (M9)."""
     seeds: Mapping[str, int] = field(default_factory=dict)
     """MTP seeds by request (T8)."""
+    no_dictionary: frozenset[str] = frozenset()
+    """Requests whose live buffer is no dictionary (E9)."""
+    no_group: frozenset[str] = frozenset()
+    """Requests in whose live buffer a group that hooks update is no dictionary (E9)."""
     missing: frozenset[str] = frozenset()
     """Requests whose state is missing (E4)."""
     buffer_short: int = 0
@@ -126,7 +123,7 @@ class Scenario:
     """One scenario. ``about`` are the clauses it was written for; others that its rows show are judged too.
 
     ``error`` is the clause of the error every run must end in, ``strict_error`` of the one in strict mode only;
-    ``warns`` the clause warned of, once, otherwise.
+    in ``on`` it is warned of.
     """
 
     id: str
@@ -151,6 +148,25 @@ class Scenario:
         """The number of each request, from 1 on, by which token ids name it."""
         return {request: index + 1 for index, request in enumerate(self.requests)}
 
+    def shown(self, variant: Variant) -> tuple[str, ...]:
+        """The clauses it was written for that this way of running it can show."""
+        batched = variant.hook == "batched"
+        needs = {"R3": batched, "R4": batched and not variant.mtp, "R5": batched and variant.mtp}
+        return tuple(clause for clause in self.about if needs.get(clause, variant.mtp or not clause.startswith("T")))
+
+    def warns(self, variant: Variant) -> tuple[str, ...]:
+        """The clauses that a run warns of, once each."""
+        if variant.mode == "strict":
+            return ()
+        odd = self.strict_error or ("E5" if self.behaviour.embeds == "shifted" else None)
+        lacking = variant.mtp and self.lacks_mtp_inputs(variant)
+        return tuple(dict.fromkeys([*([odd] if odd else []), *(["E7"] if lacking else [])]))
+
+    def lacks_mtp_inputs(self, variant: Variant) -> bool:
+        """Whether the model's fault leaves eligible rows without MTP inputs: the batched hook gives them apart."""
+        fault = self.behaviour.fault
+        return fault == "no_mtp_inputs" or (fault == "no_dictionary" and variant.hook == "scalar")
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -167,6 +183,11 @@ class Variant:
     def id(self) -> str:
         """The same in words that a test's name can hold: ``scalar-mtp``, or ``scalar`` where there is no MTP."""
         return "-".join([self.hook, *(["mtp"] if self.mtp else []), *(["strict"] if self.mode == "strict" else [])])
+
+
+def _next(rows: Step) -> Step:
+    """The same requests in the step behind these rows."""
+    return tuple(replace(each, num_computed=each.end) for each in rows)
 
 
 _CHUNKED: tuple[Step, ...] = (
@@ -187,9 +208,9 @@ _DECODES: Step = (row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP), row("c", 2, 9,
 _MANY: Step = tuple(row(f"m{i}", 2 + i, 3 + 2 * i, 1, MTP) for i in range(10))
 _MANY_SCATTERED: Step = (
     row("pre", 9, 0, 3, PREFILL),
-    *(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _MANY[4:]),
+    *_next(_MANY[4:]),
     row("tail", 5, 4, 1, TAIL),
-    *(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _MANY[1:4]),
+    *_next(_MANY[1:4]),
     row("long", 3, 4, 2, DECODE),
     row("m0", 2, 4, 1, MTP),
 )
@@ -197,7 +218,9 @@ _SCALAR_FAULT: tuple[Step, ...] = (
     step(row("p", 6, 0, 4, PREFILL), row("a", 3, 3, 1, MTP)),
     step(row("p", 6, 4, 2, PREFILL), row("a", 3, 4, 1, MTP)),
 )
-_BATCH_FAULT: tuple[Step, ...] = (step(row("p", 6, 0, 4, PREFILL), row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP)),)
+_BATCH_FAULT: tuple[Step, ...] = (
+    step(row("p", 6, 0, 4, PREFILL), row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP), row("c", 2, 9, 1, MTP)),
+)
 
 
 def _scalar_fault(
@@ -281,7 +304,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(Scenario(f"mixed-rotated-{turn}", f"the same batch turned by {turn}", ("R2", "R6", "T1", "T4"),
                (_MIXED[turn:] + _MIXED[:turn],)) for turn in range(1, len(_MIXED))),
     Scenario("adjacent-decodes", "adjacent decode requests, each with its own codes", ("R3", "R8", "T5"),
-             (_DECODES, step(*(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _DECODES))),
+             (_DECODES, _next(_DECODES)),
              report="omni#3420"),
     Scenario("many-decodes", "ten decode rows, adjacent and scattered", ("R3", "R8", "T1", "T4", "T5"),
              (_MANY, _MANY_SCATTERED)),
@@ -355,7 +378,7 @@ SCENARIOS: tuple[Scenario, ...] = (
              setting=Setting(multimodal=True)),
     Scenario("generation-runner", "the generation runner", ("M5", "R2", "T2"), (*_CHUNKED, _MIXED),
              setting=Setting(generation=True)),
-    Scenario("request-ids", "every row carries its request id and the release's keywords", ("M1",), (_MIXED,),
+    Scenario("request-ids", "every row carries its request id and the release's keywords", ("M1", "M2"), (_MIXED,),
              behaviour=Behaviour(takes_infos=True), report="omni#5846, omni#5290"),
     Scenario("named-model", "the model released code knows by its class name", ("M1", "M9"), (*_CHUNKED, _MIXED),
              behaviour=Behaviour(class_name="MiMoAudioForConditionalGeneration", updates="whole")),
@@ -384,7 +407,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("padded-graph", "a captured MTP padded to eight rows", ("T10",), (*_CHUNKED, _MIXED, _DECODES),
              mtp=(True,), setting=Setting(padded=8)),
     Scenario("no-codes", "an MTP that returns no codes from its second call on", ("T11",),
-             (_MIXED[::5], _DECODES, step(*(row(r.request, r.prompt, r.computed + 1, 1, MTP) for r in _DECODES))),
+             (_MIXED[::5], _DECODES, _next(_DECODES)),
              mtp=(True,), behaviour=Behaviour(codes="none_later", validity=True)),
     Scenario("no-codes-row-by-row", "an MTP called for each row that returns codes for the first alone", ("T11", "T8"),
              (_DECODES, _DECODES[::-1]), mtp=(True,), behaviour=Behaviour(codes="none_later", seeds="one_stream"),
@@ -415,6 +438,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("missing-state", "a row without request state", ("E4",),
              (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
              behaviour=Behaviour(preprocess_batch="records"), setting=Setting(missing=frozenset({"a"})), error="E4"),
+    Scenario("no-dictionary", "a live buffer that is no dictionary", ("E9",),
+             (step(row("a", 6, 0, 4, PREFILL), row("d", 2, 2, 1, MTP)),),
+             setting=Setting(no_dictionary=frozenset({"a"})), error="E9"),
+    Scenario("no-group", "an update for a group that is no dictionary", ("E9",),
+             (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
+             setting=Setting(no_group=frozenset({"a"})), error="E9"),
     # E5: the scalar hook's odd results.
     _scalar_fault("short", "fewer rows than the span", error=False),
     _scalar_fault("long", "more rows than the span", error=False, report="omni#2894"),
@@ -425,8 +454,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     _scalar_fault("three_mtp_inputs", "mtp_inputs that are no pair", error=True, mtp=(True,)),
     _scalar_fault("wrong_rank", "embeddings of rank 3", error=True),
     _scalar_fault("wrong_width", "embeddings of another width", error=True),
-    _scalar_fault("integer_embeds", "integer embeddings", error=True),
-    _scalar_fault("float_ids", "floating token ids", error=True),
+    _scalar_fault("integer_embeds", "integer embeddings", error=False),
+    _scalar_fault("float_ids", "floating token ids", error=False),
+    _scalar_fault("flat", "an embedding without its row", error=False, mtp=(True,)),
     _scalar_fault("elsewhere", "embeddings on another device", error=True),
     _scalar_fault("two_values", "two values", error=True),
     Scenario("e5-later-row", "an eligible row refused behind a good one", ("E5",), _SCALAR_FAULT, hooks=("scalar",),
@@ -440,8 +470,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     _batch_fault("few_updates", "an update missing"),
     _batch_fault("wrong_rank", "embeddings of rank 3"),
     _batch_fault("wrong_width", "embeddings of another width"),
-    _batch_fault("integer_embeds", "integer embeddings"),
-    _batch_fault("float_ids", "floating token ids"),
+    _batch_fault("integer_embeds", "integer embeddings, which MTP's copy by index cannot take", mtp=(True,)),
+    replace(_batch_fault("integer_embeds", "integer embeddings", mtp=(False,), strict=True), id="e5b-cast-embeds"),
+    _batch_fault("float_ids", "floating token ids", strict=True),
     _batch_fault("elsewhere", "embeddings on another device"),
     _batch_fault("short_hidden", "hidden states of fewer rows", mtp=(True,)),
     _batch_fault("wide_text_step", "a text step of another width", mtp=(True,)),
@@ -455,6 +486,11 @@ SCENARIOS: tuple[Scenario, ...] = (
 """Every scenario, in the order reports show them."""
 
 BY_ID: Mapping[str, Scenario] = {scenario.id: scenario for scenario in SCENARIOS}
+
+
+class SetupError(RuntimeError):
+    """No runner of a class could be made here, or none that is complete: this says nothing about the contract."""
+
 
 _NO_BATCH_HOOK = "V2 has no preprocess_batch, and its preprocess_batch_mrv2 gets prefill rows only"
 NOT_IN_V2: Mapping[str, str] = {

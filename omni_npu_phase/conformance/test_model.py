@@ -16,6 +16,7 @@ import pytest
 
 from omni_npu_phase.conformance.kit import Kit, Record, expect_nothing_against, kit_of
 from omni_npu_phase.conformance.models.cases import CASES, NotShownError, in_chunks
+from omni_npu_phase.conformance.scenarios import SetupError
 from omni_npu_phase.contract import ContractError
 
 
@@ -36,6 +37,8 @@ def test_model(case: str, request_name: str, kit: Kit, record: Record) -> None:
         seen = first_seen(CASES[case].check(kit.bench, request_name))
     except NotShownError as reason:
         pytest.skip(str(reason))
+    except SetupError as reason:
+        pytest.fail(str(reason), pytrace=False)
     expect_nothing_against({case: seen} if seen else {}, kit, record)
 
 
@@ -46,10 +49,10 @@ def _note(case: str, request_name: str, kit: Kit, record: Record) -> None:
 
 
 def first_seen(findings: Iterator[str]) -> str:
-    """The first finding, or nothing; whatever the model raises is one. Raises NotShownError."""
+    """The first finding, or nothing; whatever the model raises is one. Raises NotShownError and SetupError."""
     try:
         return next(findings, "")
-    except NotShownError:
+    except (NotShownError, SetupError):
         raise
     except ContractError as error:
         return str(error)

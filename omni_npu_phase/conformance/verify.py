@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from omni_npu_phase.conformance import parity
 from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, one_line, verdict
-from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario, Variant
+from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario, SetupError, Variant
 from omni_npu_phase.contract import CLAUSES, Tier
 from omni_npu_phase.releases import v2
 from omni_npu_phase.settings import version_of
@@ -231,7 +230,7 @@ def verify(
     """Run scenarios on a runner and judge it.
 
     ``tiers``: by which clauses each mode is judged; all for the mixin and the required ones for others by default.
-    Runs with the mixin are also held against the golden traces.
+    Runs with the mixin are also held against the routing that their tables say.
     ``xfails``: expected failures, clause id to reason. ``device`` is torch's name, ``device_name`` what reports say.
     ``advance`` is called before each scenario.
     """
@@ -262,7 +261,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one run of a scenario showed. ``compared``: whether it was held against its golden trace."""
+    """What one run of a scenario showed. ``compared``: whether its routing was held against its table."""
 
     judgements: Sequence[Judgement]
     compared: bool = False
@@ -276,7 +275,8 @@ def run_case(classes: RunnerClasses, mode: Mode, scenario: Scenario, variant: Va
         return None
     import torch
 
-    from omni_npu_phase.conformance.drive import SetupError, run_scenario
+    from omni_npu_phase.conformance import routing
+    from omni_npu_phase.conformance.drive import run_scenario
     from omni_npu_phase.conformance.judge import Judgement, judge
 
     asked = _asked_for(scenario, cls) if mode == "released" else scenario
@@ -285,7 +285,7 @@ def run_case(classes: RunnerClasses, mode: Mode, scenario: Scenario, variant: Va
     except SetupError as error:
         seen = str(error)
         return Case([Judgement(clause, scenario.id, str(variant), seen, undecided=True) for clause in scenario.about])
-    difference = parity.compare(run) if mode == "mixin" else None
+    difference = routing.compare(run) if mode == "mixin" else None
     return Case(judge(run), mode == "mixin", None if difference is None else str(difference))
 
 

@@ -70,17 +70,9 @@ class Row:
     """When the forward pass began, since the process started to record."""
 
     @property
-    def prefill(self) -> bool:
-        return bool(contract.is_prefill(self.prompt_len, self.computed))
-
-    @property
-    def tail(self) -> bool:
-        """A one-token last chunk of a longer prompt."""
-        return contract.is_tail(self.prompt_len, self.computed, self.span)
-
-    @property
-    def crosses(self) -> bool:
-        return contract.crosses(self.prompt_len, self.computed, self.span)
+    def lengths(self) -> contract.Row:
+        """``P``, ``C`` and ``S``, with what follows from them."""
+        return contract.Row(self.prompt_len, self.computed, self.span)
 
 
 @dataclass(slots=True)
@@ -97,7 +89,7 @@ class Request:
 
     @property
     def tails(self) -> list[Row]:
-        return [row for row in self.rows if row.tail]
+        return [row for row in self.rows if row.lengths.tail]
 
 
 def read(folder: Path) -> list[list[Row]]:

@@ -69,7 +69,7 @@ class Comparison:
         """Why this prompt could not have shown a fault, one sentence each."""
         if self.tail is None:
             yield "no one-token prefill tail was observed"
-        spans = [row.span for row in self.unchunked.rows if row.prefill]
+        spans = [row.span for row in self.unchunked.rows if row.lengths.prefill]
         if spans != [self.unchunked.prompt_len]:
             told = " + ".join(map(str, spans)) or "no"
             yield f"the unchunked run read {told} tokens, not the prompt's {self.unchunked.prompt_len} in one span"
@@ -87,17 +87,17 @@ class Comparison:
         if not self.unchunked.codes:
             yield "the unchunked run made no frames"
         for name, request in self.runs:
-            prompt_rows = [row for row in request.rows if row.prefill]
+            prompt_rows = [row for row in request.rows if row.lengths.prefill]
             for row in [row for row in prompt_rows if not row.unchanged][:1]:
-                clause = "T2" if row.tail else "R9"
+                clause = "T2" if row.lengths.tail else "R9"
                 kept = f"did not reach the forward pass unchanged ({clause})"
                 yield f"{name}, step {row.step}: the embedding of {_kind(row)} {kept}"
             for row in [row for row in prompt_rows if row.seen_by_mtp][:1]:
                 yield f"{name}, step {row.step}: MTP was given {_kind(row)} (T2)"
         for name, request in self.runs:
             for row in request.rows:
-                if row.told != _fields(row):
-                    told, expected = _short(row.told), _short(_fields(row))
+                if row.told != row.lengths.fields:
+                    told, expected = _short(row.told), _short(row.lengths.fields)
                     yield f"{name}, step {row.step}: the hook was told {told}, the row is {expected} (M3 to M5)"
                     break
         if not self.codes_equal:
@@ -114,7 +114,7 @@ class Comparison:
 
 def _kind(row: Row) -> str:
     """A row of a prompt, as a sentence names it."""
-    return "the one-token tail" if row.tail else f"the prompt row C={row.computed} S={row.span}"
+    return "the one-token tail" if row.lengths.tail else f"the prompt row C={row.computed} S={row.span}"
 
 
 def _audio_faults(speech: Speech) -> Iterator[str]:
@@ -124,14 +124,6 @@ def _audio_faults(speech: Speech) -> Iterator[str]:
         yield "not finite"
     elif float(speech.audio.std()) < AUDIBLE:
         yield "constant or silent"
-
-
-def _fields(row: Row) -> dict[str, Any]:
-    return {
-        contract.PROMPT_LEN: row.prompt_len,
-        contract.NUM_COMPUTED: row.computed,
-        contract.IS_PREFILL: row.prefill,
-    }
 
 
 def _short(fields: Mapping[str, Any]) -> str:
@@ -340,7 +332,7 @@ def _prompt(comparison: Comparison) -> dict[str, Any]:
         "budget": comparison.budget,
         "codes_equal": comparison.codes_equal,
         "frames": {"chunked": len(comparison.chunked.codes), "unchunked": len(comparison.unchunked.codes)},
-        "tail": None if tail is None else {**asdict(tail), "prefill": tail.prefill},
+        "tail": None if tail is None else {**asdict(tail), "prefill": tail.lengths.prefill},
     }
 
 
@@ -370,8 +362,6 @@ def _difference(comparison: Comparison) -> dict[str, Any]:
 
 
 def _row_text(row: Row, *, here: bool) -> str:
-    kind = "tail" if row.tail else "prefill" if row.prefill else "decode"
-    text = (
-        f"step {row.step}: P={row.prompt_len} C={row.computed} S={row.span} {kind}, {row.hook}, told {_short(row.told)}"
-    )
+    kind = "tail" if row.lengths.tail else "prefill" if row.lengths.prefill else "decode"
+    text = f"step {row.step}: {row.lengths} {kind}, {row.hook}, told {_short(row.told)}"
     return f"{'>' if here else ' '} {text}, codes {row.codes}"

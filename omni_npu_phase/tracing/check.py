@@ -122,9 +122,9 @@ class _Judge:
             earlier = self._earlier.get(row.request)
             # Who was away may come back further on, from a cache; who was not must have been computed here.
             if earlier is not None and earlier.step == step.number - 1:
-                reached = earlier.row.computed + earlier.row.span
-                jumps = row.computed > reached
-                yield "M4", row, f"{row}: its progress jumps from {reached} to {row.computed}" if jumps else ""
+                reached = earlier.row.lengths.end
+                jumps = row.num_computed > reached
+                yield "M4", row, f"{row}: its progress jumps from {reached} to {row.num_computed}" if jumps else ""
 
     def _fields(self, rows: Sequence[Row]) -> Iterator[_Finding]:
         for row in rows:
@@ -142,14 +142,14 @@ class _Judge:
             told = f"{row} was told P={prompt_len} C={computed} prefill={prefill}"
             # Of a value of another type nothing more is known.
             yield "M3", row, told if prompt_len != row.prompt_len and not isinstance(prompt_len, str) else ""
-            yield "M4", row, told if computed != row.computed and not isinstance(computed, str) else ""
-            wrong = told if prefill != row.prefill and not isinstance(prefill, str) else ""
+            yield "M4", row, told if computed != row.num_computed and not isinstance(computed, str) else ""
+            wrong = told if prefill != row.lengths.prefill and not isinstance(prefill, str) else ""
             earlier = self._earlier.get(row.request)
-            if earlier is not None and earlier.row.prefill is not row.prefill:
+            if earlier is not None and earlier.row.lengths.prefill is not row.lengths.prefill:
                 # The phase has just changed: a latched one shows here.
                 yield "M8", row, wrong
             yield "M5", row, wrong
-            if row.prompt_len == row.span == 1 and row.computed == 0:
+            if row.prompt_len == row.span == 1 and row.num_computed == 0:
                 yield "T3", row, wrong
             if row.crosses:
                 yield "E2", row, wrong
@@ -169,10 +169,10 @@ class _Judge:
             if row.hook is None:
                 continue
             if row.hook == BATCHED:
-                yield "R2", row, "" if row.eligible else f"{row} is {_kind(row)} and went to the batched hook"
+                yield "R2", row, "" if row.lengths.eligible else f"{row} is {_kind(row)} and went to the batched hook"
             elif self._header.batched:
                 yield "R2", row, ""
-            if row.eligible and self._header.batched:
+            if row.lengths.eligible and self._header.batched:
                 clause = "R5" if self._header.mtp else "R4"
                 yield (
                     clause,
@@ -218,14 +218,14 @@ class _Judge:
         inside = [row for row in rows if row.seen_by_mtp]
         for row in rows:
             wrong = f"{row} is {_kind(row)} and went to MTP" if row.seen_by_mtp else ""
-            if row.prefill:
+            if row.lengths.prefill:
                 if row.span == 1 or wrong:
                     yield "T2", row, wrong
                 if row.prompt_len == row.span == 1:
                     yield "T3", row, wrong
                 if row.crosses:
                     yield "E2", row, wrong
-            elif not row.eligible:
+            elif not row.lengths.eligible:
                 yield "T6", row, wrong
             elif row.seen_by_mtp:
                 astray = row.mtp_at is not None and row.mtp_at != row.at
@@ -238,7 +238,7 @@ class _Judge:
             ordered = positions == list(range(len(inside)))
             listing = ", ".join(f"{row.request} at {row.mtp}" for row in inside)
             yield "T1", None, "" if ordered else f"the MTP batch is not in row order: {listing}"
-        if rows and not any(row.eligible for row in rows):
+        if rows and not any(row.lengths.eligible for row in rows):
             yield "T7", None, "MTP was called in a step without eligible rows" if inside else ""
 
 
@@ -246,7 +246,7 @@ def _refusals(step: Step, rows: Sequence[Row]) -> Iterator[_Finding]:
     """Impossible lengths, which must have ended the step (E4)."""
     refused = step.error is not None
     for row in rows:
-        impossible = min(row.prompt_len, row.computed, row.span, row.at) < 0 or row.at + row.span > step.buffer
+        impossible = min(row.prompt_len, row.num_computed, row.span, row.at) < 0 or row.at + row.span > step.buffer
         if impossible:
             where = f"{row} at {row.at} of {step.buffer} buffer rows"
             yield "E4", row, "" if refused else f"{where} went through the step"
@@ -255,4 +255,4 @@ def _refusals(step: Step, rows: Sequence[Row]) -> Iterator[_Finding]:
 
 
 def _kind(row: Row) -> str:
-    return row.phase if row.prefill else f"decode of {row.span} tokens"
+    return row.phase if row.lengths.prefill else f"decode of {row.span} tokens"

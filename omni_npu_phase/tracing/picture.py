@@ -13,6 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from omni_npu_phase import contract
+
 PREFILL, TAIL, DECODE, MTP = "#3b6ea8", "#d1495b", "#edae49", "#222222"
 SHOWN_DECODES = 12
 """Decode steps shown after the prompt: the rest look the same."""
@@ -22,14 +24,8 @@ _COLUMNS = 3
 class Row(Protocol):
     """What is drawn of a request in a step."""
 
-    prompt_len: int
-    computed: int
-    span: int
-
     @property
-    def prefill(self) -> bool: ...
-    @property
-    def tail(self) -> bool: ...
+    def lengths(self) -> contract.Row: ...
     @property
     def seen_by_mtp(self) -> bool: ...
 
@@ -63,20 +59,21 @@ def legend() -> list[Any]:
 
 def draw_rows(panel: Any, rows: Sequence[Row], title: str) -> None:
     """Draw one request's rows, its prompt's and :data:`SHOWN_DECODES` more, into a panel of matplotlib."""
-    prompt_rows = sum(row.prefill for row in rows)
+    prompt_rows = sum(row.lengths.prefill for row in rows)
     shown = rows[: prompt_rows + SHOWN_DECODES]
     for step, row in enumerate(shown):
-        colour = TAIL if row.tail else PREFILL if row.prefill else DECODE
-        panel.bar(step, row.span, bottom=row.computed, width=0.9, color=colour)
-        middle = row.computed + row.span / 2
-        if row.tail:
+        lengths = row.lengths
+        colour = TAIL if lengths.tail else PREFILL if lengths.prefill else DECODE
+        panel.bar(step, lengths.span, bottom=lengths.num_computed, width=0.9, color=colour)
+        middle = lengths.num_computed + lengths.span / 2
+        if lengths.tail:
             panel.annotate(
-                f"tail\nC={row.computed} S=1", (step, middle), xytext=(-8, 18), textcoords="offset points",
+                f"tail\nC={lengths.num_computed} S=1", (step, middle), xytext=(-8, 18), textcoords="offset points",
                 color=TAIL, ha="right", fontsize=9, arrowprops={"arrowstyle": "->", "color": TAIL},
             )  # fmt: skip
         if row.seen_by_mtp:
             panel.plot(step, middle, marker="o", color=MTP, markersize=3)
-    prompt_len = rows[0].prompt_len
+    prompt_len = rows[0].lengths.prompt_len
     panel.axhline(prompt_len, color="grey", linestyle="--", linewidth=1)
     panel.text(len(shown) - 0.5, prompt_len - 0.5, f"P={prompt_len}", ha="right", va="top", color="grey")
     panel.set_title(title, loc="left", fontsize=10)

@@ -237,7 +237,7 @@ def _rows(step: Observed, reached: OrderedDict[str, int]) -> list[schema.Row]:
         by_row = spans.tolist()
     told = {} if step.plan is None else {request: row for row, request in enumerate(step.plan.request_ids)}
     rows = []
-    for request, prompt_len, computed, span, at in zip(
+    for request, prompt_len, num_computed, span, at in zip(
         step.request_ids,
         step.prompt_lens.tolist(),
         step.num_computed.tolist(),
@@ -246,22 +246,19 @@ def _rows(step: Observed, reached: OrderedDict[str, int]) -> list[schema.Row]:
         strict=True,
     ):
         furthest = reached.pop(request, None)
+        lengths = contract.Row(prompt_len, num_computed, span)
         row = schema.Row(
-            request=request,
-            prompt_len=prompt_len,
-            computed=computed,
-            span=span,
-            at=at,
-            phase=contract.phase_name(prompt_len, computed, span),
-            crosses=contract.crosses(prompt_len, computed, span),
+            *(request, prompt_len, num_computed, span, at),
+            phase=lengths.phase,
+            crosses=lengths.crosses,
             # A request that was computed up to here has one token more, which it is to read next.
-            replay=furthest is not None and contract.is_replay(prompt_len, computed, span, furthest + 1),
+            replay=furthest is not None and lengths.replays(furthest + 1),
         )
         if step.plan is not None and request in told:
             fields: dict[str, Any] = {}
             step.plan.write_fields([told[request]], [fields])
             row.told = [_plain(value) for value in fields.values()]
-        reached[request] = max(computed + span, furthest or 0)
+        reached[request] = max(lengths.end, furthest or 0)
         rows.append(row)
     while len(reached) > KNOWN_REQUESTS:
         reached.popitem(last=False)

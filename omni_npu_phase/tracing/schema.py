@@ -35,7 +35,7 @@ class Row:
 
     request: str
     prompt_len: int
-    computed: int
+    num_computed: int
     span: int
     at: int
     """The row's offset in the step's input buffer."""
@@ -59,28 +59,16 @@ class Row:
         return [getattr(self, name) for name in _ROW_FIELDS]
 
     @property
-    def prefill(self) -> bool:
-        return bool(contract.is_prefill(self.prompt_len, self.computed))
-
-    @property
-    def tail(self) -> bool:
-        return contract.is_tail(self.prompt_len, self.computed, self.span)
-
-    @property
-    def eligible(self) -> bool:
-        return bool(contract.is_mtp_eligible(self.prompt_len, self.computed, self.span))
-
-    @property
-    def truth(self) -> list[int | bool]:
-        """What a hook is to be told."""
-        return [self.prompt_len, self.computed, self.prefill]
+    def lengths(self) -> contract.Row:
+        """``P``, ``C`` and ``S``, with what follows from them."""
+        return contract.Row(self.prompt_len, self.num_computed, self.span)
 
     @property
     def seen_by_mtp(self) -> bool:
         return self.mtp is not None
 
     def __str__(self) -> str:
-        return f"{self.request} (P={self.prompt_len} C={self.computed} S={self.span})"
+        return f"{self.request} ({self.lengths})"
 
     @property
     def named(self) -> dict[str, Any]:
@@ -303,5 +291,5 @@ def selected(
         for row in step.rows
         if (not requests or row.request in requests)
         and (phase is None or row.phase.startswith(phase))
-        and (not tail or row.tail)
+        and (not tail or row.lengths.tail)
     ]

@@ -128,12 +128,12 @@ def _scheduler_order(original: Any, runner: Any, scheduled: Any, buffer_rows: in
 
 def _crossing_is_decode(runner: Any, rows: StepPlan) -> StepPlan:
     lengths = zip(rows.prompt_lens, rows.num_computed, rows.spans, strict=True)
-    return replace(rows, prefill=[p > c and not contract.crosses(p, c, s) for p, c, s in lengths])
+    return replace(rows, prefill=[p > c and not contract.Row(p, c, s).crosses for p, c, s in lengths])
 
 
 def _replay_is_prefill(runner: Any, rows: StepPlan) -> StepPlan:
     replayed = [
-        contract.is_replay(p, c, s, runner.requests[request].num_tokens)
+        contract.Row(p, c, s).replays(runner.requests[request].num_tokens)
         for request, p, c, s in zip(rows.request_ids, rows.prompt_lens, rows.num_computed, rows.spans, strict=True)
     ]
     return replace(rows, prefill=[a or b for a, b in zip(rows.prefill, replayed, strict=True)])

@@ -7,13 +7,12 @@ import pickle
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_npu_phase import contract
-from omni_npu_phase.contract import CLAUSES, ContractError
+from omni_npu_phase.contract import CLAUSES, FIELDS, ContractError, Row
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "contract.md"
 
@@ -26,7 +25,7 @@ TABLE = [
     (1, 0, 1, "prefill", False),
     (5, 5, 2, "decode", False),
 ]
-EXTENDED = {"T8", "T9", "T10", "T11", "R10"} | {f"E{number}" for number in range(1, 9)} | {"E5b"}
+EXTENDED = {"T8", "T9", "T10", "T11", "R10"} | {f"E{number}" for number in range(1, 10)} | {"E5b"}
 
 lengths = st.integers(min_value=0, max_value=6)
 
@@ -36,30 +35,22 @@ lengths = st.integers(min_value=0, max_value=6)
 
 @pytest.mark.parametrize(("prompt", "computed", "span", "phase", "eligible"), TABLE)
 def test_table(prompt: int, computed: int, span: int, phase: str, eligible: bool) -> None:
-    assert contract.phase_name(prompt, computed, span) == phase
-    assert contract.is_prefill(prompt, computed) == phase.startswith("prefill")
-    assert contract.is_tail(prompt, computed, span) == (phase == "prefill tail")
-    assert contract.is_mtp_eligible(prompt, computed, span) == eligible
-
-
-@given(st.lists(st.tuples(lengths, lengths, lengths), max_size=12))
-def test_a_step_is_classified_as_its_rows_are(rows: list[tuple[int, int, int]]) -> None:
-    prompt, computed, span = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    prefill = contract.is_prefill(prompt, computed)
-    eligible = contract.is_mtp_eligible(prompt, computed, span)
-    assert prefill.dtype == eligible.dtype == np.bool_
-    assert prefill.tolist() == [contract.is_prefill(p, c) for p, c, _ in rows]
-    assert eligible.tolist() == [contract.is_mtp_eligible(*row) for row in rows]
+    row = Row(prompt, computed, span)
+    assert (row.phase, row.eligible, row.tail) == (phase, eligible, phase == "prefill tail")
+    assert (row.prefill, row.decode) == (phase.startswith("prefill"), phase == "decode")
+    assert list(row.fields.items()) == list(zip(FIELDS, (prompt, computed, row.prefill), strict=True))
+    assert str(row) == f"P={prompt} C={computed} S={span}"
 
 
 @given(lengths, lengths, lengths)
-def test_phases_of_one_row_agree(prompt: int, computed: int, span: int) -> None:
-    prefill = contract.is_prefill(prompt, computed)
-    assert type(prefill) is bool
-    assert type(contract.is_mtp_eligible(prompt, computed, span)) is bool
-    assert not (prefill and contract.is_mtp_eligible(prompt, computed, span))
-    assert not contract.is_tail(prompt, computed, span) or prefill
-    assert not contract.crosses(prompt, computed, span) or (prefill and span > 1)
+def test_what_follows_from_the_lengths_agrees(prompt: int, computed: int, span: int) -> None:
+    row = Row(prompt, computed, span)
+    assert contract.is_prefill(prompt, computed) is row.prefill is not row.decode
+    assert contract.is_mtp_eligible(prompt, computed, span) is row.eligible
+    assert not (row.prefill and row.eligible)
+    assert not row.tail or row.prefill
+    assert not row.crosses or (row.prefill and span > 1)
+    assert {name: type(value) for name, value in row.fields.items()} == contract.FIELD_TYPES
 
 
 @pytest.mark.parametrize(
@@ -67,11 +58,11 @@ def test_phases_of_one_row_agree(prompt: int, computed: int, span: int) -> None:
     [(5, 3, 3, True), (5, 3, 2, False), (5, 5, 2, False), (5, 4, 2, True), (5, 0, 4, False), (0, 0, 3, False)],
 )
 def test_spans_that_cross_the_prompt_boundary(prompt: int, computed: int, span: int, crosses: bool) -> None:
-    assert contract.crosses(prompt, computed, span) == crosses
+    assert Row(prompt, computed, span).crosses is crosses
 
 
 @pytest.mark.parametrize(
-    ("prompt", "computed", "span", "known", "replay"),
+    ("prompt", "computed", "span", "known", "replays"),
     [
         (5, 5, 1, 8, True),
         (5, 7, 1, 8, False),
@@ -80,22 +71,22 @@ def test_spans_that_cross_the_prompt_boundary(prompt: int, computed: int, span: 
         (5, 4, 1, 8, False),
     ],
 )
-def test_replayed_rows(prompt: int, computed: int, span: int, known: int, replay: bool) -> None:
-    assert contract.is_replay(prompt, computed, span, known) == replay
+def test_replayed_rows(prompt: int, computed: int, span: int, known: int, replays: bool) -> None:
+    assert Row(prompt, computed, span).replays(known) is replays
 
 
 @pytest.mark.parametrize(
     ("computed", "span", "tail"), [(4, 1, True), (0, 1, False), (3, 1, False), (3, 2, False), (5, 1, False)]
 )
 def test_tails_of_a_prompt_of_five(computed: int, span: int, tail: bool) -> None:
-    assert contract.is_tail(5, computed, span) == tail
+    assert Row(5, computed, span).tail is tail
 
 
 # The registry.
 
 
 def test_clauses_are_in_contract_order() -> None:
-    groups = {"M": 10, "R": 10, "T": 11, "E": 8}
+    groups = {"M": 10, "R": 10, "T": 11, "E": 9}
     ids = [f"{group}{number}" for group, count in groups.items() for number in range(1, count + 1)]
     ids.insert(ids.index("E5") + 1, "E5b")
     assert list(CLAUSES) == ids

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from omni_npu_phase.conformance.drive import run_scenario
 from omni_npu_phase.conformance.judge import judge
-from omni_npu_phase.conformance.scenarios import MTP, Behaviour, Row, Scenario, Setting, Step, Variant
-from omni_npu_phase.contract import is_mtp_eligible, phase_name
+from omni_npu_phase.conformance.scenarios import Behaviour, Scenario, Setting, Step, Variant, row
 
 REQUESTS = ("a", "b", "c", "d", "e")
 
@@ -32,7 +31,7 @@ def random_steps(draw: st.DrawFn) -> tuple[Step, ...]:
             if draw(st.sampled_from([False, False, False, True])):
                 progress[request] = draw(st.integers(0, progress[request]))
             lengths = prompts[request], progress[request], draw(st.sampled_from([1, 1, 1, 2, 3]))
-            rows.append(Row(request, *lengths, MTP if is_mtp_eligible(*lengths) else phase_name(*lengths)))  # type: ignore[arg-type]
+            rows.append(row(request, *lengths))
             progress[request] += lengths[2]
         steps.append(tuple(rows))
     return tuple(steps)

@@ -253,7 +253,7 @@ def test_batched_and_scalar_decode_rows_get_their_own_codes(
     given = _take(bench, rows)
     assert [call.hook for call in bench.model.log.hooks] == ["batched", "scalar"] * 2 + ["batched"]
     for index, each in enumerate(rows):
-        own = _own(bench, each.request, each.computed)
+        own = _own(bench, each.request, each.num_computed)
         assert _codes(bench, each.request) == mtp_codes(own)
         assert given.embeds[index] == mtp_embedding(own)
 
@@ -384,7 +384,7 @@ def test_static_buffer_is_refreshed(mixed_state: type, make_bench: Any) -> None:
     bench.runner.run_preprocess(given.batch, given.inputs, bench.requests, bench.dispatch)
     assert given.inputs["inputs_embeds"].data_ptr() == static.data_ptr()
     for call, each in zip(bench.model.log.hooks, _MIXED, strict=True):
-        own = [embedding(_own(bench, each.request, each.computed + index)) for index in range(each.span)]
+        own = [embedding(_own(bench, each.request, each.num_computed + index)) for index in range(each.span)]
         assert call.given == own
 
 
@@ -447,7 +447,7 @@ def test_mrv2_hook_takes_scattered_decode_rows_at_once(mixed_state: type, make_b
     assert [call.hook for call in bench.model.log.hooks] == ["batched"] * 3 + ["scalar"] * 2
     offset = NEW_IDS if ids == "new" else 0
     for name, start in (("a", 0), ("b", 4), ("c", 6)):
-        own = _own(bench, name, next(each.computed for each in rows if each.request == name))
+        own = _own(bench, name, next(each.num_computed for each in rows if each.request == name))
         assert _codes(bench, name) == mtp_codes(own + offset)
         assert given.embeds[start] == mtp_embedding(own + offset)
     assert given.embeds[5] == embedding(_own(bench, "t", 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V2 with its buffers on the NPU: the same clauses, and routing as on CPU."""
+"""Model Runner V2 with its buffers on the NPU: the same clauses, and the same routing."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ hidden states are what its hook returned for it, so that they depend on nothing 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -20,11 +20,9 @@ import torch
 from omni_npu_phase import contract
 from omni_npu_phase.conformance.bench import Bench, Sizes, single_stage
 from omni_npu_phase.conformance.models.subject import ModelUnderTest
-from omni_npu_phase.conformance.scenarios import DECODE, PREFILL, TAIL, Row, Shows, Step, Variant
+from omni_npu_phase.conformance.scenarios import Row, SetupError, Step, Variant, row
 from omni_npu_phase.step.mtp import output_key
 from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
-
-_SHOWS: Mapping[str, Shows] = {name: name for name in (PREFILL, TAIL, DECODE)}
 
 
 @dataclass(slots=True)
@@ -46,11 +44,7 @@ class Seen:
     codes: Any = None
 
     def __str__(self) -> str:
-        return title(self.row)
-
-
-def title(row: Row) -> str:
-    return f"P={row.prompt} C={row.computed} S={row.span}"
+        return str(self.row)
 
 
 class ModelBench(Bench):
@@ -86,11 +80,22 @@ class ModelBench(Bench):
         return len(self.subject.requests[self.names[request_id]].prompt)
 
     def row(self, request_id: str, computed: int, span: int) -> Row:
-        prompt = self.prompt_len(request_id)
-        return Row(request_id, prompt, computed, span, _SHOWS[contract.phase_name(prompt, computed, span)])
+        return row(request_id, self.prompt_len(request_id), computed, span)
 
     def step(self, *rows: Row) -> list[Seen]:
-        """One step of these rows, in this order. Raises whatever the model raises, and ContractError (E5, E5b, E7)."""
+        """One step of these rows, in this order.
+
+        Raises whatever the model raises, ContractError (E5, E5b, E7), and SetupError where this bench's runner is not
+        complete enough.
+        """
+        try:
+            return self._step(rows)
+        except Exception as error:
+            if missing := self.missing(error):
+                raise SetupError(f"{type(self.runner).__qualname__} cannot drive a model here: {missing}") from error
+            raise
+
+    def _step(self, rows: Step) -> list[Seen]:
         offsets = self.schedule(rows)
         seen: dict[str, Seen] = {}
         errors: list[Exception] = []
@@ -137,7 +142,7 @@ class ModelBench(Bench):
             "prompt_token_ids": self.prompt(row),
             "prompt_embeds": None,
             "sampling_params": SamplingParams(temperature=0.0, max_tokens=self.sizes.length),
-            "num_computed_tokens": row.computed,
+            "num_computed_tokens": row.num_computed,
         }
 
     # The watch.

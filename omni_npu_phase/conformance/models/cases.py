@@ -93,7 +93,7 @@ def _apart(found: Any, wanted: Any, tolerance: float) -> bool:
 
 def _is_slice(seen: Seen, reference: torch.Tensor, tolerance: float) -> Iterator[str]:
     """Whether a row holds the prompt's embeddings at its own progress."""
-    start = seen.row.computed
+    start = seen.row.num_computed
     for index, row in enumerate(_embeds(seen)[: max(len(reference) - start, 0)]):
         if not _apart(row, reference[start + index], tolerance):
             continue
