@@ -30,7 +30,6 @@ from omni_npu_phase.conformance import driver, driver_v2, parity, suite
 from omni_npu_phase.conformance.driver import Recording, Variant, run_scenario
 from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, row
 from omni_npu_phase.settings import TRACE_VARIABLE
-from omni_npu_phase.speech import tiny_qwen3_tts
 from omni_npu_phase.step import v1 as mixin
 from omni_npu_phase.step.mtp import device_side
 from omni_npu_phase.step.plan import Run, StepPlan
@@ -43,7 +42,6 @@ from omni_npu_phase.tracing.recorder import Observed, Recorder
 from omni_npu_phase.tracing.schema import Header, Trace, TraceError
 
 from .mutants import MUTANTS
-from .talker_runs import talker_runs
 
 CPU = torch.device("cpu")
 HEADER = Header(
@@ -1073,31 +1071,3 @@ def test_the_plugin_watches_nothing_unless_asked(released: type) -> None:
         assert vars(released)["__init__"] is before
     finally:
         plugin.uninstall()
-
-
-@pytest.mark.parametrize("kind", ["on", "off"])
-def test_a_real_engine(kind: str, tmp_path: Path) -> None:
-    """The tiny talker in two processes: both ranks write the same, and no clause is broken, mixin or not."""
-    case = {
-        **{"texts": {"a": "Hello world", "b": "The rain has ended."}, "budget": 7},
-        **({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if kind == "on" else {}),
-    }
-    environment = {TRACE_VARIABLE: str(tmp_path), "OMNI_NPU_PHASE": kind}
-    (run,) = talker_runs(tiny_qwen3_tts.cached(), [case], **environment)
-    traces = schema.find(tmp_path)
-    assert [(trace.header.tp, trace.header.mixin) for trace in traces] == (
-        [(0, True), (1, True)] if kind == "on" else [(0, False)]
-    )
-    result = check(traces)
-    assert result.findings == []
-    assert all(result.judged[clause] for clause in ("R2", "R5", "T1", "T2", "T4", "M4"))
-    for trace, rank in zip(traces, run["ranks"], strict=True):
-        rows = [each for each_step in trace.steps() for each in each_step.rows]
-        assert [(each.request, each.span) for each in rows] == [(each["request"], each["span"]) for each in rank]
-        assert [each.hook for each in rows] == [
-            schema.BATCHED if each["hook"] == BATCHED_HOOK else schema.SCALAR for each in rank
-        ]
-        assert [each.seen_by_mtp for each in rows] == [each["codes"] is not None for each in rank]
-        assert any(each.tail for each in rows)
-    if kind == "on":
-        assert _cli("compare", tmp_path).exit_code == 0
