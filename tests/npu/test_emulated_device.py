@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from omni_npu_phase import emulated_ascend
+from omni_npu_phase.conformance import suite
 from omni_npu_phase.emulated_ascend import Counts, Device, EmulationError, library, vllm_ascend_standin
 from omni_npu_phase.settings import CACHE_VARIABLE
 
@@ -1041,43 +1042,22 @@ if missing:
 # ---- vLLM-Omni's runners --------------------------------------------------------------------------------------------
 
 
-def test_both_npu_runner_classes_import() -> None:
-    if importlib.util.find_spec("vllm_omni") is None:
-        pytest.skip("vllm-omni is not installed")
-    code = """
-import importlib.util
-from omni_npu_phase import emulated_ascend
-emulated_ascend.activate()
-if importlib.util.find_spec("vllm_ascend") is None:
-    from omni_npu_phase.emulated_ascend import vllm_ascend_standin
-    vllm_ascend_standin.install()
-    vllm_ascend_standin.install()
-else:
-    from omni_npu_phase.standins import torchvision
-    torchvision.install()
-from vllm_omni.platforms.npu.worker.npu_ar_model_runner import NPUARModelRunner
-from vllm_omni.platforms.npu.worker.npu_generation_model_runner import NPUGenerationModelRunner
-from vllm_omni.platforms import current_omni_platform
-import vllm_ascend.utils
-for runner in (NPUARModelRunner, NPUGenerationModelRunner):
-    print(*(base.__name__ for base in runner.__mro__))
-print(type(current_omni_platform).__name__)
-try:
-    vllm_ascend.utils.no_such_name
-except AttributeError as error:
-    print(error)
-"""
-    done = _run("-c", code)
-    assert done.returncode == 0, done.stderr
-    ar, generation, platform, missing = done.stdout.splitlines()[-4:]
-    sys.stdout.write(f"{ar}\n{generation}\n")
-    assert ar.startswith("NPUARModelRunner OmniNPUModelRunner OmniGPUModelRunner")
-    assert generation.startswith("NPUGenerationModelRunner OmniNPUModelRunner OmniGPUModelRunner")
-    for mro in (ar, generation):
-        assert " NPUModelRunner GPUModelRunner " in mro
-    assert platform == "NPUOmniPlatform"
-    assert "vllm_ascend.utils" in missing
-    assert "no_such_name" in missing
+def test_both_npu_runner_classes_import(npu: Device) -> None:
+    """On vLLM-Ascend or its stand-in; to prepare the device again changes nothing."""
+    pytest.importorskip("vllm_omni")
+    suite.prepare_device("emulated")
+    from vllm_omni.platforms import current_omni_platform
+    from vllm_omni.platforms.npu.worker.npu_ar_model_runner import NPUARModelRunner
+    from vllm_omni.platforms.npu.worker.npu_generation_model_runner import NPUGenerationModelRunner
+
+    for runner in (NPUARModelRunner, NPUGenerationModelRunner):
+        names = [base.__name__ for base in runner.__mro__]
+        assert names[1:3] == ["OmniNPUModelRunner", "OmniGPUModelRunner"]
+        assert names[names.index("NPUModelRunner") + 1] == "GPUModelRunner"
+    assert type(current_omni_platform).__name__ == "NPUOmniPlatform"
+    utils = importlib.import_module("vllm_ascend.utils")
+    with pytest.raises(AttributeError, match=r"vllm_ascend\.utils.*no_such_name"):
+        utils.no_such_name  # noqa: B018
 
 
 if __name__ == "__main__":
