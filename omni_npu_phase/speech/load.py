@@ -212,6 +212,8 @@ async def _round(omni: Any, spec: LoadSpec, asks: Sequence[Ask]) -> list[Heard]:
                 silent -= 1
                 if not silent:
                     all_heard.set()
+                    # Late requests are sent before more is heard, also where more has been waiting to be.
+                    await asyncio.sleep(0)
         first, last = (times[0], times[-1]) if times else (0.0, 0.0)
         return Heard(ask.name, length, samples // SAMPLES_PER_FRAME, sent, first, last)
 

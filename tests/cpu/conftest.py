@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from omni_npu_phase.speech.report import Report
+
+    from .engines import Engines
 
 # Must be set before vLLM configures its logging at import.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -77,3 +84,53 @@ def mixed_state(released_state: type) -> type:
     from omni_npu_phase.step.v2 import PhaseStateMixin
 
     return type("MixedState", (PhaseStateMixin, released_state), {})
+
+
+@pytest.fixture(scope="session")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where these cases of ``talker`` write traces."""
+    return {name: tmp_path_factory.mktemp("traces") for name in ("two processes", "off, traced")}
+
+
+@pytest.fixture(scope="session")
+def talker(traces: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """What the tiny talker did in each case of ``talker_runs``; for tests of the group "talker"."""
+    from omni_npu_phase.settings import MODE_VARIABLE
+    from omni_npu_phase.speech import tiny_qwen3_tts
+
+    from .talker_runs import CASES, OFF, talker_runs
+
+    def run(cases: Mapping[str, dict[str, Any]], **environment: str) -> dict[str, dict[str, Any]]:
+        asked = [{**case, "trace": str(traces[name]) if name in traces else None} for name, case in cases.items()]
+        return dict(zip(cases, talker_runs(tiny_qwen3_tts.cached(), asked, **environment), strict=True))
+
+    return run(CASES) | run({"off": OFF, "off, traced": OFF}, **{MODE_VARIABLE: "off"})
+
+
+@pytest.fixture(scope="session")
+def engines() -> Engines:
+    """For tests of the group "engines"."""
+    from .engines import Engines
+
+    return Engines()
+
+
+@pytest.fixture(scope="session")
+def speech_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ``spoken`` is written."""
+    return tmp_path_factory.mktemp("speech")
+
+
+@pytest.fixture(scope="session")
+def told() -> list[str]:
+    """What the user was told while ``spoken`` ran."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def spoken(engines: Engines, speech_folder: Path, told: list[str]) -> Report:
+    """What ``validate`` says of the tiny checkpoint."""
+    from omni_npu_phase.speech import tiny_qwen3_tts
+    from omni_npu_phase.speech.validate import Options, validate
+
+    return validate(Options(tiny_qwen3_tts.cached(), speech_folder), told.append, run_engine=engines)

@@ -6,22 +6,55 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omni_npu_phase.settings import OBSERVE_VARIABLE
+from omni_npu_phase.settings import OBSERVE_VARIABLE, TRACE_VARIABLE
+
+TEXTS = {"a": "Hello world", "b": "The rain has ended."}
+_SEEDED = {"seed": 5, "temperature": 0.9}
+_BLOCKS = {"texts": TEXTS, "budget": 7, "max_model_len": 96, "sampling": {"max_tokens": 16}}
+CASES: Mapping[str, dict[str, Any]] = {
+    "unchunked": {"texts": TEXTS, "budget": 128},
+    "one at a time": {"texts": {"b": TEXTS["b"]}, "budget": 128},
+    "chunked": {"texts": TEXTS, "budget": 7},
+    "chunked, asynchronous": {"texts": TEXTS, "budget": 7, "asynchronous": True},
+    "asynchronous": {"texts": TEXTS, "budget": 128, "asynchronous": True},
+    "least chunks": {"texts": TEXTS, "budget": 2},
+    "seeded": {"texts": TEXTS, "budget": 128, "sampling": _SEEDED},
+    "seeded, chunked": {"texts": TEXTS, "budget": 7, "sampling": _SEEDED},
+    # Two ranks add up in another order. In float32 that decides no argmax here, in bfloat16 it does.
+    "one process": {"texts": TEXTS, "budget": 7, "dtype": "float32"},
+    "enough blocks": {**_BLOCKS},
+    # One is the null block; the third that is left is for whichever request needs a second one first.
+    "few blocks": {**_BLOCKS, "num_gpu_blocks_override": 4},
+    "one letter": {
+        "texts": {"first": "Hello world", "second": "Hello worle", "third": "Jello world"},
+        **{"budget": 128, "sampling": {"max_tokens": 25}},
+    },
+    "two processes": {
+        **{"texts": TEXTS, "budget": 7, "dtype": "float32"},
+        **{"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    },
+}
+"""What engines with the mixin are asked; ``conftest.talker`` runs them."""
+OFF = {"texts": TEXTS, "budget": 7}
+"""And engines with ``OMNI_NPU_PHASE=off``."""
 
 
 def talker_runs(model: Path, cases: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
     """Run each case: ``texts`` by request, and keywords of ``talker_engine``; ``sampling`` is for every request.
 
-    Returns for each: ``tokens``, ``prompt_lens``, and ``ranks`` and ``runners``, what each process with a talker saw.
+    With ``trace``, a folder, a case writes traces there; no case that writes none may come after it. Returns for each:
+    ``tokens``, ``prompt_lens``, and ``ranks`` and ``runners``, what each process with a talker saw.
     """
     done = subprocess.run(
         [sys.executable, __file__, str(model)],
@@ -36,14 +69,23 @@ def talker_runs(model: Path, cases: list[dict[str, Any]], **environment: str) ->
 
 
 def main(model: Path) -> None:
+    from omni_npu_phase import plugin
     from omni_npu_phase.speech import observe
     from omni_npu_phase.speech.talker_engine import prepare, talker_engine
 
     prepare()
+    import vllm_omni  # noqa: F401
+
+    # At an engine's end vLLM looks through all objects for garbage: a second each time, with what was imported.
+    gc.freeze()
+    gc.unfreeze = lambda: None
     for case in json.loads(sys.stdin.read()):
-        texts, sampling = case.pop("texts"), case.pop("sampling", {})
+        texts, sampling, trace = case.pop("texts"), case.pop("sampling", {}), case.pop("trace", None)
         with tempfile.TemporaryDirectory() as folder:
             os.environ[OBSERVE_VARIABLE] = folder
+            if trace:
+                os.environ[TRACE_VARIABLE] = trace
+                plugin.install()
             with talker_engine(model, **case) as engine:
                 for request_id, text in texts.items():
                     engine.submit(request_id, text, **sampling)

@@ -3,45 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from omni_npu_phase import platform
+from omni_npu_phase.commands.app import app
 from omni_npu_phase.settings import PLATFORM_VARIABLE
-from omni_npu_phase.speech import tiny_qwen3_tts
+from omni_npu_phase.step.route import BATCHED_HOOK
+from omni_npu_phase.tracing import schema
+from omni_npu_phase.tracing.check import check
 
-from .talker_runs import talker_runs
-
-TEXTS = {"a": "Hello world", "b": "The rain has ended."}
-SEEDED = {"seed": 5, "temperature": 0.9}
-BLOCKS = {"texts": TEXTS, "budget": 7, "max_model_len": 96, "sampling": {"max_tokens": 16}}
-CASES: Mapping[str, dict[str, Any]] = {
-    "unchunked": {"texts": TEXTS, "budget": 128},
-    "one at a time": {"texts": {"b": TEXTS["b"]}, "budget": 128},
-    "chunked": {"texts": TEXTS, "budget": 7},
-    "chunked, asynchronous": {"texts": TEXTS, "budget": 7, "asynchronous": True},
-    "asynchronous": {"texts": TEXTS, "budget": 128, "asynchronous": True},
-    "least chunks": {"texts": TEXTS, "budget": 2},
-    "seeded": {"texts": TEXTS, "budget": 128, "sampling": SEEDED},
-    "seeded, chunked": {"texts": TEXTS, "budget": 7, "sampling": SEEDED},
-    # Two ranks add up in another order. In float32 that decides no argmax here, in bfloat16 it does.
-    "one process": {"texts": TEXTS, "budget": 7, "dtype": "float32"},
-    "two processes": {
-        **{"texts": TEXTS, "budget": 7, "dtype": "float32"},
-        **{"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-    },
-    "enough blocks": {**BLOCKS},
-    # One is the null block; the third that is left is for whichever request needs a second one first.
-    "few blocks": {**BLOCKS, "num_gpu_blocks_override": 4},
-}
+pytestmark = pytest.mark.xdist_group("talker")
 
 
-@pytest.fixture(scope="module")
-def runs() -> dict[str, dict[str, Any]]:
-    model = tiny_qwen3_tts.cached()
-    return dict(zip(CASES, talker_runs(model, list(CASES.values())), strict=True))
+@pytest.fixture
+def runs(talker: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return talker
 
 
 def _codes(run: dict[str, Any], rank: int = 0) -> dict[str, list[list[int]]]:
@@ -69,14 +49,12 @@ def test_the_plugin_put_the_mixin_before_the_released_runner(runs: dict[str, dic
     assert len(runs["two processes"]["runners"]) == 2
 
 
-def test_off_leaves_the_runner_of_an_engine_as_released() -> None:
-    case = {"texts": {"a": TEXTS["a"]}, "budget": 128}
-    (run,) = talker_runs(tiny_qwen3_tts.cached(), [case], OMNI_NPU_PHASE="off")
-    (runner,) = run["runners"]
+def test_off_leaves_the_runner_of_an_engine_as_released(runs: dict[str, dict[str, Any]]) -> None:
+    (runner,) = runs["off"]["runners"]
     assert "OmniGPUModelRunner" in _names(runner)
     assert not [name for name in _names(runner) if "Phase" in name]
     assert (runner["mixin"], runner["mode"]) == (None, "off")
-    assert {row["called_by"] for row in run["ranks"][0]} == {"vllm_omni"}
+    assert {row["called_by"] for row in runs["off"]["ranks"][0]} == {"vllm_omni"}
 
 
 @pytest.mark.parametrize("asked", ["", "cuda", "CPU"])
@@ -143,3 +121,25 @@ def test_a_preempted_request_is_told_its_phase_and_reads_its_prompt_from_elsewhe
     assert [row["sliced_from"] for row in replay[:5]] == [29, 36, 43, 50, 57]
     assert _codes(runs["few blocks"])["a"] == _codes(runs["enough blocks"])["a"]
     assert _codes(runs["few blocks"])["b"] != _codes(runs["enough blocks"])["b"]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("two processes", [(0, True), (1, True)]), ("off, traced", [(0, False)])])
+def test_a_trace_is_what_the_engine_did(
+    name: str, ranks: list[tuple[int, bool]], runs: dict[str, dict[str, Any]], traces: dict[str, Path]
+) -> None:
+    """Each rank writes one, all the same; no clause is broken, mixin or not."""
+    written = schema.find(traces[name])
+    assert [(trace.header.tp, trace.header.mixin) for trace in written] == ranks
+    result = check(written)
+    assert result.findings == []
+    assert all(result.judged[clause] for clause in ("R2", "R5", "T1", "T2", "T4", "M4"))
+    for trace, rank in zip(written, runs[name]["ranks"], strict=True):
+        rows = [each for each_step in trace.steps() for each in each_step.rows]
+        assert [(each.request, each.span) for each in rows] == [(each["request"], each["span"]) for each in rank]
+        assert [each.hook for each in rows] == [
+            schema.BATCHED if each["hook"] == BATCHED_HOOK else schema.SCALAR for each in rank
+        ]
+        assert [each.seen_by_mtp for each in rows] == [each["codes"] is not None for each in rank]
+        assert any(each.tail for each in rows)
+    if len(written) == 2:
+        assert CliRunner().invoke(app, ["trace", "compare", str(traces[name])]).exit_code == 0

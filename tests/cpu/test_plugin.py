@@ -355,16 +355,27 @@ def test_a_spawned_worker_builds_the_class_with_the_mixin(python: Python, tmp_pa
         assert "PhaseRoutingMixin" not in mro, kind
 
 
-@pytest.mark.parametrize(
-    ("named", "loaded"), [(None, True), ("another", False), ("another,omni_npu_phase", True)], ids=str
-)
-def test_vllm_plugins_is_honoured(named: str | None, loaded: bool, python: Python) -> None:
-    code = (
-        "import sys; from vllm.plugins import load_general_plugins; load_general_plugins();"
-        "plugin = sys.modules.get('omni_npu_phase.plugin'); print(bool(plugin) and plugin._FINDER in sys.meta_path)"
-    )
-    done = python(code, **({} if named is None else {"VLLM_PLUGINS": named}))
-    assert done.stdout.split()[-1] == str(loaded), done.stderr
+_LOAD = """
+import os
+import sys
+from vllm import plugins
+
+for named in (None, "another", "another,omni_npu_phase"):
+    if named is not None:
+        os.environ["VLLM_PLUGINS"] = named
+    plugins.plugins_loaded = False
+    plugins.load_general_plugins()
+    own = sys.modules.get("omni_npu_phase.plugin")
+    print("loaded:", bool(own) and own._FINDER in sys.meta_path)
+    if own:
+        own.uninstall()
+"""
+
+
+def test_vllm_plugins_is_honoured(python: Python) -> None:
+    done = python(_LOAD)
+    loaded = [line for line in done.stdout.splitlines() if line.startswith("loaded: ")]
+    assert loaded == ["loaded: True", "loaded: False", "loaded: True"], done.stderr
 
 
 def test_installing_imports_nothing_heavy(python: Python) -> None:
@@ -413,21 +424,38 @@ def _fake_release(folder: Path, runner_source: str | None) -> Path:
     ids=["half-installed", "no class", "unknown release", "no method"],
 )
 def test_what_is_not_known_stays_and_is_named(source: str | None, reason: str, python: Python, tmp_path: Path) -> None:
+    """With ``on`` it stays, the module with its own loader; with ``strict`` it is an error."""
     folder = _fake_release(tmp_path, source)
-    code = LOGGED
-    if source is not None:
-        code += "; import vllm_omni.worker.gpu_ar_model_runner as m; print(getattr(m, 'GPUARModelRunner', None))"
+    code = f"""
+import logging, os, sys
+logging.basicConfig(level="INFO")
+from omni_npu_phase import plugin
+
+def load():
+    plugin.install()
+    if {source is not None}:
+        import vllm_omni.worker.gpu_ar_model_runner as module
+        print("loaders:", type(module.__loader__).__name__, type(module.__spec__.loader).__name__)
+        assert module.__loader__.get_source(module.__name__) == {source!r}
+        print(getattr(module, "GPUARModelRunner", None))
+
+load()
+print("stayed", flush=True)
+sys.modules.pop("vllm_omni.worker.gpu_ar_model_runner", None)
+os.environ["OMNI_NPU_PHASE"] = "strict"
+load()
+"""
     done = python(code, folder)
-    assert done.returncode == 0, done.stderr
     # vLLM, once imported, logs to standard output.
     output = done.stdout + done.stderr
+    assert "stayed" in done.stdout, output
     assert output.count("omni-npu-phase: ") == 1
     assert reason in output
     assert "PhaseGPUARModelRunner" not in output
-    strict = python(code, folder, OMNI_NPU_PHASE="strict")
-    assert strict.returncode == 1
-    assert "UnsupportedRuntimeError" in strict.stderr
-    assert reason in strict.stderr
+    assert done.stdout.count("loaders: SourceFileLoader SourceFileLoader") == (0 if source is None else 1)
+    assert done.returncode == 1
+    assert "UnsupportedRuntimeError" in done.stderr
+    assert reason in done.stderr.splitlines()[-1]
 
 
 def test_an_unexpected_error_stops_no_engine(python: Python, tmp_path: Path) -> None:
@@ -440,16 +468,6 @@ def test_an_unexpected_error_stops_no_engine(python: Python, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "ModuleNotFoundError: " in done.stdout + done.stderr
     assert python(code, folder, OMNI_NPU_PHASE="strict").returncode == 1
-
-
-def test_modules_keep_their_own_loader(python: Python, tmp_path: Path) -> None:
-    folder = _fake_release(tmp_path, "class GPUARModelRunner: pass")
-    code = (
-        f"{LOGGED}; import inspect, vllm_omni.worker.gpu_ar_model_runner as m;"
-        "print(type(m.__loader__).__name__, type(m.__spec__.loader).__name__, inspect.getsource(m.GPUARModelRunner))"
-    )
-    printed = python(code, folder).stdout.strip().splitlines()[-1]
-    assert printed == "SourceFileLoader SourceFileLoader class GPUARModelRunner: pass"
 
 
 class TestNamedWorkers:

@@ -27,13 +27,14 @@ from omni_npu_phase.settings import OBSERVE_VARIABLE
 from omni_npu_phase.speech import engine, observe, pipeline, tiny_qwen3_tts
 from omni_npu_phase.speech.engine import EngineSpec
 from omni_npu_phase.speech.prompts import Prompt
-from omni_npu_phase.speech.report import AUDIO_TOLERANCE
+from omni_npu_phase.speech.report import AUDIO_TOLERANCE, Report
+from omni_npu_phase.speech.validate import MAX_TOKENS
 
+pytestmark = pytest.mark.xdist_group("engines")
 openai = pytest.importorskip("openai")
 
 TEXTS = ("Hello world", "The rain has ended.")
 START_SECONDS = 240
-MAX_TOKENS = 40
 # 16-bit samples round.
 TOLERANCE = AUDIO_TOLERANCE + 1 / 32767
 
@@ -44,20 +45,17 @@ class Server:
     observed: Path
 
 
-def _spec(budget: int | None) -> EngineSpec:
-    prompts = tuple(Prompt(text, "vivian", "english") for text in TEXTS)
-    return EngineSpec("offline", str(tiny_qwen3_tts.cached()), "cpu", prompts, MAX_TOKENS, budget)
-
-
 @pytest.fixture(scope="module")
-def offline() -> list[npt.NDArray[np.float32]]:
-    return [speech.audio for speech in engine.run(_spec(budget=None)).speeches]
+def offline(spoken: Report) -> list[npt.NDArray[np.float32]]:
+    assert tuple(comparison.prompt.text for comparison in spoken.comparisons) == TEXTS
+    return [comparison.unchunked_speech.audio for comparison in spoken.comparisons]
 
 
 @contextmanager
 def _serving(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """The server's process; its log is ``folder / "log"``, and its talker is observed in ``folder``."""
-    spec = _spec(budget=7)
+    prompts = tuple(Prompt(text, "vivian", "english") for text in TEXTS)
+    spec = EngineSpec("served", str(tiny_qwen3_tts.cached()), "cpu", prompts, MAX_TOKENS, budget=7)
     deploy = folder / "deploy.json"
     deploy.write_text(json.dumps(pipeline.deploy(spec, max_model_len=128, max_num_seqs=2)), encoding="utf-8")
     with (folder / "log").open("wb") as log:
@@ -144,7 +142,7 @@ def _samples(pcm: bytes) -> npt.NDArray[np.float32]:
 
 
 def test_two_concurrent_requests_speak_as_offline(server: Server, offline: list[npt.NDArray[np.float32]]) -> None:
-    client = openai.OpenAI(base_url=server.url, api_key="none", timeout=120, max_retries=0)
+    client = openai.OpenAI(base_url=server.url, api_key="none", timeout=START_SECONDS, max_retries=0)
     with ThreadPoolExecutor(2) as pool:
         whole = pool.submit(_whole, client, TEXTS[0])
         streamed = pool.submit(_streamed, client, TEXTS[1])

@@ -26,6 +26,8 @@ from omni_npu_phase.speech.observe import Row
 
 TEXT = "The rain has ended."
 LONG = TEXT * 8
+# Enough to be still speaking when the late request's prompt is read, on a busy machine too.
+FRAMES = 120
 SPEC = LoadSpec("chunked", "nowhere", "strict", 16, 400, 2, observed=True)
 
 
@@ -52,7 +54,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadSpec, list[Hea
         # Its own, and one for each stage.
         assert len(_left(loaded)) >= 3
         before = loaded.cpu_seconds()
-        heard = loaded.speak([Ask("0-n0", TEXT, 40), Ask("0-long", LONG, 2, late=True)])
+        heard = loaded.speak([Ask("0-n0", TEXT, FRAMES), Ask("0-long", LONG, 2, late=True)])
         assert loaded.cpu_seconds() > before > 0
         (rows,) = observe.read(folder)
     finally:
@@ -65,7 +67,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadSpec, list[Hea
 
 def test_requests_are_heard_in_order(spoken: tuple[LoadSpec, list[Heard], list[Row]]) -> None:
     _, (neighbour, late), _ = spoken
-    assert (neighbour.name, neighbour.frames) == ("0-n0", 40)
+    assert (neighbour.name, neighbour.frames) == ("0-n0", FRAMES)
     assert (late.name, late.frames) == ("0-long", 2)
     for heard in (neighbour, late):
         assert 0 <= heard.sent < heard.first <= heard.last

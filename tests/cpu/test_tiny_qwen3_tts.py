@@ -14,8 +14,6 @@ import pytest
 
 from omni_npu_phase.speech import tiny_qwen3_tts
 
-from .talker_runs import talker_runs
-
 MAKE = """
 import sys
 from pathlib import Path
@@ -23,7 +21,7 @@ from omni_npu_phase.speech.tiny_qwen3_tts import make
 make(Path(sys.argv[1], "again"))
 make(Path(sys.argv[1], "other"), seed=1)
 """
-TEXTS = {"first": "Hello world", "second": "Hello worle", "third": "Jello world"}
+pytestmark = pytest.mark.xdist_group("talker")
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:
@@ -46,22 +44,24 @@ def test_it_has_the_ids_that_the_pipeline_takes_for_granted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("maker", "reason"),
+    ("maker", "seconds", "reason"),
     [
-        ("exit 3", "its maker said nothing, exit status 3"),
-        ("kill -9 $$", "its maker was ended by SIGKILL"),
-        ("echo 'OSError: no space' >&2; exit 1", "OSError: no space"),
-        ("exec sleep 60", "the tiny checkpoint was not made in 1 s, the timeout"),
+        ("exit 3", 600, "its maker said nothing, exit status 3"),
+        ("kill -9 $$", 600, "its maker was ended by SIGKILL"),
+        ("echo 'OSError: no space' >&2; exit 1", 600, "OSError: no space"),
+        ("exec sleep infinity", 1, "the tiny checkpoint was not made in 1 s, the timeout"),
     ],
 )
-def test_a_maker_that_fails_says_why(maker: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_maker_that_fails_says_why(
+    maker: str, seconds: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{maker}\n", encoding="utf-8")
     python.chmod(0o755)
     monkeypatch.setenv("OMNI_NPU_PHASE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(RuntimeError, match=f"{re.escape(reason)}$"):
-        tiny_qwen3_tts.cached(seconds=1)
+        tiny_qwen3_tts.cached(seconds)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -72,11 +72,10 @@ def test_a_cache_that_cannot_be_written_is_named(cache: str, monkeypatch: pytest
         tiny_qwen3_tts.cached()
 
 
-@pytest.fixture(scope="module")
-def codes() -> dict[str, list[list[int]]]:
-    (run,) = talker_runs(tiny_qwen3_tts.cached(), [{"texts": TEXTS, "budget": 128, "sampling": {"max_tokens": 25}}])
+@pytest.fixture
+def codes(talker: dict[str, dict[str, Any]]) -> dict[str, list[list[int]]]:
     found: dict[str, list[list[int]]] = {}
-    rows: list[dict[str, Any]] = run["ranks"][0]
+    rows: list[dict[str, Any]] = talker["one letter"]["ranks"][0]
     for row in rows:
         if row["codes"] is not None:
             found.setdefault(row["request"], []).append(row["codes"])

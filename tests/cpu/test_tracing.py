@@ -31,7 +31,6 @@ from omni_npu_phase.conformance.bench import Bench, StateBench, scenario_bench, 
 from omni_npu_phase.conformance.drive import Recording, run_scenario
 from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, Variant, row
 from omni_npu_phase.settings import TRACE_VARIABLE
-from omni_npu_phase.speech import tiny_qwen3_tts
 from omni_npu_phase.step import v1 as mixin
 from omni_npu_phase.step.mtp import device_side
 from omni_npu_phase.step.plan import Run, StepPlan
@@ -44,7 +43,6 @@ from omni_npu_phase.tracing.recorder import Observed, Recorder
 from omni_npu_phase.tracing.schema import Header, Trace, TraceError
 
 from .mutants import MUTANTS
-from .talker_runs import talker_runs
 
 CPU = torch.device("cpu")
 HEADER = Header(
@@ -427,8 +425,9 @@ def serve(how):
     for number in range(3):
         ones = np.ones(1, int)
         recorder.add(Observed(number, 0, ["r"], ones, ones, ones, ones, 9))
-    if how == "killed":
-        time.sleep(3)
+    # Nobody waits for what a killed process leaves: its writer has written by then, some time after each step.
+    while how == "killed" and sum(file.read_text().count("\\n") for file in Path({folder!r}).glob("*.jsonl")) < 4:
+        time.sleep(0.01)
     if how in ("terminated", "killed"):
         os.kill(os.getpid(), signal.SIGTERM if how == "terminated" else signal.SIGKILL)
         time.sleep(9)
@@ -456,7 +455,7 @@ def test_what_a_process_leaves(how: str, start: str | None, tmp_path: Path) -> N
     folder = tmp_path / "traces"
     process = _PROCESS.format(folder=str(folder), header=asdict(HEADER), how=how, start=start)
     script.write_text(process, encoding="utf-8")
-    subprocess.run([sys.executable, str(script)], capture_output=True, check=False)
+    subprocess.run([sys.executable, str(script)], capture_output=True, check=False, timeout=240)
     (trace,) = schema.find(folder)
     assert [each.number for each in trace.steps()] == [0, 1, 2]
 
@@ -1087,31 +1086,3 @@ def test_the_plugin_watches_nothing_unless_asked(released: type) -> None:
         assert vars(released)["__init__"] is before
     finally:
         plugin.uninstall()
-
-
-@pytest.mark.parametrize("kind", ["on", "off"])
-def test_a_real_engine(kind: str, tmp_path: Path) -> None:
-    """The tiny talker in two processes: both ranks write the same, and no clause is broken, mixin or not."""
-    case = {
-        **{"texts": {"a": "Hello world", "b": "The rain has ended."}, "budget": 7},
-        **({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if kind == "on" else {}),
-    }
-    environment = {TRACE_VARIABLE: str(tmp_path), "OMNI_NPU_PHASE": kind}
-    (run,) = talker_runs(tiny_qwen3_tts.cached(), [case], **environment)
-    traces = schema.find(tmp_path)
-    assert [(trace.header.tp, trace.header.mixin) for trace in traces] == (
-        [(0, True), (1, True)] if kind == "on" else [(0, False)]
-    )
-    result = check(traces)
-    assert result.findings == []
-    assert all(result.judged[clause] for clause in ("R2", "R5", "T1", "T2", "T4", "M4"))
-    for trace, rank in zip(traces, run["ranks"], strict=True):
-        rows = [each for each_step in trace.steps() for each in each_step.rows]
-        assert [(each.request, each.span) for each in rows] == [(each["request"], each["span"]) for each in rank]
-        assert [each.hook for each in rows] == [
-            schema.BATCHED if each["hook"] == BATCHED_HOOK else schema.SCALAR for each in rank
-        ]
-        assert [each.seen_by_mtp for each in rows] == [each["codes"] is not None for each in rank]
-        assert any(each.tail for each in rows)
-    if kind == "on":
-        assert _cli("compare", tmp_path).exit_code == 0

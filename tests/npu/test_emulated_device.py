@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from omni_npu_phase import emulated_ascend
+from omni_npu_phase.conformance import verify
 from omni_npu_phase.emulated_ascend import Counts, Device, EmulationError, library
 from omni_npu_phase.settings import CACHE_VARIABLE
 
@@ -1015,30 +1016,20 @@ if missing:
 # ---- vLLM-Omni's runners --------------------------------------------------------------------------------------------
 
 
-def test_both_npu_runner_classes_import() -> None:
-    if importlib.util.find_spec("vllm_omni") is None or importlib.util.find_spec("vllm_ascend") is None:
-        pytest.skip("vllm-omni or vllm-ascend is not installed")
-    code = """
-from omni_npu_phase import emulated_ascend
-from omni_npu_phase.standins import torchvision
-emulated_ascend.activate()
-torchvision.install()
-from vllm_omni.platforms.npu.worker.npu_ar_model_runner import NPUARModelRunner
-from vllm_omni.platforms.npu.worker.npu_generation_model_runner import NPUGenerationModelRunner
-from vllm_omni.platforms import current_omni_platform
-for runner in (NPUARModelRunner, NPUGenerationModelRunner):
-    print(*(base.__name__ for base in runner.__mro__))
-print(type(current_omni_platform).__name__)
-"""
-    done = _run("-c", code)
-    assert done.returncode == 0, done.stderr
-    ar, generation, platform = done.stdout.splitlines()[-3:]
-    sys.stdout.write(f"{ar}\n{generation}\n")
-    assert ar.startswith("NPUARModelRunner OmniNPUModelRunner OmniGPUModelRunner")
-    assert generation.startswith("NPUGenerationModelRunner OmniNPUModelRunner OmniGPUModelRunner")
-    for mro in (ar, generation):
-        assert " NPUModelRunner GPUModelRunner " in mro
-    assert platform == "NPUOmniPlatform"
+def test_both_npu_runner_classes_import(npu: Device) -> None:
+    """To prepare the device again changes nothing."""
+    pytest.importorskip("vllm_omni")
+    pytest.importorskip("vllm_ascend")
+    verify.prepare_device("emulated")
+    from vllm_omni.platforms import current_omni_platform
+    from vllm_omni.platforms.npu.worker.npu_ar_model_runner import NPUARModelRunner
+    from vllm_omni.platforms.npu.worker.npu_generation_model_runner import NPUGenerationModelRunner
+
+    for runner in (NPUARModelRunner, NPUGenerationModelRunner):
+        names = [base.__name__ for base in runner.__mro__]
+        assert names[1:3] == ["OmniNPUModelRunner", "OmniGPUModelRunner"]
+        assert names[names.index("NPUModelRunner") + 1] == "GPUModelRunner"
+    assert type(current_omni_platform).__name__ == "NPUOmniPlatform"
 
 
 if __name__ == "__main__":
