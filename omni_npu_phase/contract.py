@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 PROMPT_LEN = "_omni_prompt_len"
@@ -102,84 +103,65 @@ class Clause:
     tier: Tier
 
 
-_GROUPS: tuple[tuple[Tier, str], ...] = (
-    (
-        "required",
-        """
-M1  Every per-row hook call, and every entry of a batched hook's req_infos, carries the three fields.
-M2  The fields are exactly a Python int, a Python int and a Python bool.
-M3  The prompt length is that of the current request state's prompt_token_ids.
-M4  The progress is the row's entry of input_batch.num_computed_tokens_cpu before the span.
-M5  A row is prefill exactly while its progress is below its prompt length.
-M6  The fields are written every step, right before the row's hook is chosen, over whatever the state holds.
-M7  Rows follow the current input batch, not arrival and not the scheduler's dictionary.
-M8  The phase is not latched: a row is classified from its current lengths, in both directions.
-M9  The fields are runner-owned: live in the request's buffer through forward and postprocess, copies dropped.
-M10 preprocess_batch runs once per step, before the fields are written and before any per-row hook.
-R1  Without has_preprocess no hook is called and the runner's own path is untouched.
-R2  The batched decode hook takes callable, one-token decode rows only; every other row goes to preprocess.
-R3  Entry i of a batched call, and of everything it returns, is one and the same physical row.
-R4  Without talker_mtp the batched hook returns three values, for contiguous runs flushed before other spans.
-R5  With talker_mtp the batched hook returns five values.
-R6  Embeddings land in the runner's existing input buffer at each row's offset; its address stays.
-R7  Token ids are copied back unless the hook returned the very object it was given.
-R8  Each update dictionary is applied to its own request, once.
-R9  preprocess gets exactly its own slices, and its result lands there and nowhere else.
-T1  Only one-token decode rows enter the MTP batch, in row order.
-T2  A prefill row never enters MTP: no codes, no consumed mtp_inputs, its embedding stays.
-T3  A one-token prompt is a prefill row.
-T4  Decode rows beside a prefill row still get their MTP embedding, each at its own offset.
-T5  Codes are stored with exactly the request that produced them.
-T6  A decode span longer than one token is not eligible for MTP.
-T7  A step without eligible rows does not call MTP.
-""",
-    ),
-    (
-        "extended",
-        """
-R10 With input_ids None the hooks still get the scheduled token ids.
-T8  A request with its own seed gets the same codes whoever shares its batch.
-T9  Stored codes and embeddings are owned: later MTP output cannot change them, on any device.
-T10 Padding rows of a captured graph never reach a request.
-T11 An MTP that returns no codes leaves the stored codes alone.
-E1  Without prompt_token_ids the prompt length is the number of prompt embedding rows.
-E2  A span that crosses the prompt boundary is one prefill row and never enters MTP.
-E3  A one-token replay chunk past the prompt is decode.
-E4  Negative lengths, a span outside the buffer or a missing request state fail before any hook of the step.
-E5  A scalar hook's odd result is handled as released and warned once; a wrong shape or type is an error.
-E5b A batched hook's odd result is an error, and nothing of that batch is written.
-E6  mtp_inputs of a row that is not eligible are dropped.
-E7  An eligible row without mtp_inputs keeps its embedding and gets no codes; warned once.
-E8  A hook result that aliases the runner's own buffer is copied correctly.
-E9  A live buffer, or one of its groups, that is no dictionary is an error that touches no other request.
-""",
-    ),
-)
+_CLAUSES = """\
+M1   Every per-row hook call, and every entry of a batched hook's req_infos, carries the three fields.
+M2   The fields are exactly a Python int, a Python int and a Python bool.
+M3   The prompt length is that of the current request state's prompt_token_ids.
+M4   The progress is the row's entry of input_batch.num_computed_tokens_cpu before the span.
+M5   A row is prefill exactly while its progress is below its prompt length.
+M6   The fields are written every step, right before the row's hook is chosen, over whatever the state holds.
+M7   Rows follow the current input batch, not arrival and not the scheduler's dictionary.
+M8   The phase is not latched: a row is classified from its current lengths, in both directions.
+M9   The fields are runner-owned: live in the request's buffer through forward and postprocess, copies dropped.
+M10  preprocess_batch runs once per step, before the fields are written and before any per-row hook.
+R1   Without has_preprocess no hook is called and the runner's own path is untouched.
+R2   The batched decode hook takes callable, one-token decode rows only; every other row goes to preprocess.
+R3   Entry i of a batched call, and of everything it returns, is one and the same physical row.
+R4   Without talker_mtp the batched hook returns three values, for contiguous runs flushed before other spans.
+R5   With talker_mtp the batched hook returns five values.
+R6   Embeddings land in the runner's existing input buffer at each row's offset; its address stays.
+R7   Token ids are copied back unless the hook returned the very object it was given.
+R8   Each update dictionary is applied to its own request, once.
+R9   preprocess gets exactly its own slices, and its result lands there and nowhere else.
+R10+ With input_ids None the hooks still get the scheduled token ids.
+T1   Only one-token decode rows enter the MTP batch, in row order.
+T2   A prefill row never enters MTP: no codes, no consumed mtp_inputs, its embedding stays.
+T3   A one-token prompt is a prefill row.
+T4   Decode rows beside a prefill row still get their MTP embedding, each at its own offset.
+T5   Codes are stored with exactly the request that produced them.
+T6   A decode span longer than one token is not eligible for MTP.
+T7   A step without eligible rows does not call MTP.
+T8+  A request with its own seed gets the same codes whoever shares its batch.
+T9+  Every tensor handed over is owned once its call is done with, at any depth: no later write reaches it.
+T10+ Padding rows of a captured graph never reach a request.
+T11+ An MTP that returns no codes leaves the stored codes alone.
+E1+  Without prompt_token_ids the prompt length is the number of prompt embedding rows.
+E2+  A span that crosses the prompt boundary is one prefill row and never enters MTP.
+E3+  A one-token replay chunk past the prompt is decode, and its draw leaves the request's generator in place.
+E4+  Negative lengths, a span outside the buffer or a missing request state fail before any hook of the step.
+E5+  A scalar hook's odd result is written as released and warned of once; what cannot be written is an error.
+E5b+ A batched hook's result that the released runner cannot write is an error, and nothing of it is written.
+E6+  mtp_inputs of a row that is not eligible are dropped.
+E7+  An eligible row without mtp_inputs keeps its embedding and gets no codes; warned once.
+E8+  A hook result that aliases the runner's own buffer is copied correctly.
+E9+  A live buffer, or one of its groups, that is no dictionary is an error that touches no other request.
+"""
 
 
-def _in_contract_order(clause: Clause) -> tuple[int, int, str]:
-    return "MRTE".index(clause.id[0]), int(clause.id[1:].rstrip("b")), clause.id
+def _clause(line: str) -> Clause:
+    name, sentence = line.split(maxsplit=1)
+    return Clause(name.rstrip("+"), sentence, "extended" if name.endswith("+") else "required")
 
 
-CLAUSES: Mapping[str, Clause] = {
-    clause.id: clause
-    for clause in sorted(
-        (
-            Clause(clause_id, sentence, tier)
-            for tier, text in _GROUPS
-            for clause_id, sentence in (line.split(maxsplit=1) for line in text.strip().splitlines())
-        ),
-        key=_in_contract_order,
-    )
-}
+CLAUSES: Mapping[str, Clause] = {clause.id: clause for clause in map(_clause, _CLAUSES.splitlines())}
 """Every clause by id, in the contract's order: the one source of reports, docs checks and error messages."""
 
 
-class ContractError(RuntimeError):
+class ContractError(RuntimeError, ValueError):
     """A step that breaks the contract, or would: what was expected of whom, and what was there instead.
 
     Attributes: ``clause`` (id), ``hook`` (its name, or None), ``requests`` (ids), ``rows`` (row numbers in the input
-    batch), ``expected`` and ``actual`` (text). Raised for E4 and E5b always, for E5 and E7 as those clauses say.
+    batch), ``expected`` and ``actual`` (text). Also a ValueError, as released runners raise for a batch's results.
     """
 
     def __init__(
@@ -212,13 +194,5 @@ class ContractError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Engine cores send exceptions between processes; the default would lose the keyword arguments.
-        return (
-            _rebuild_error,
-            (self.clause, self.hook, self.requests, self.rows, self.expected, self.actual),
-        )
-
-
-def _rebuild_error(
-    clause: str, hook: str | None, requests: Sequence[str], rows: Sequence[int], expected: str, actual: str
-) -> ContractError:
-    return ContractError(clause, hook=hook, requests=requests, rows=rows, expected=expected, actual=actual)
+        named = ("hook", "requests", "rows", "expected", "actual")
+        return partial(ContractError, **{name: getattr(self, name) for name in named}), (self.clause,)

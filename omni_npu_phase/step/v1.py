@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import compress, count
+from itertools import compress
 from typing import Any
 
 import torch
@@ -56,7 +56,9 @@ class PhaseRoutingMixin(PhaseMixin):
         plan = phase.plan = plan_of(self, scheduler_output, num_input_tokens)
         with _hooks_masked(self, phase):
             outputs = released(scheduler_output, num_input_tokens, intermediate_tensors)
-            ids, embeds, *passed_through = _expect(outputs, tools.runtime)
+            if len(outputs) != tools.runtime.preprocess_values:
+                raise UnsupportedRuntimeError(f"{tools.runtime.name}: _preprocess returned {len(outputs)} values")
+            ids, embeds, *passed_through = outputs
             if embeds is None:
                 embeds = device_side(self.inputs_embeds)[:num_input_tokens]
                 self._collect_additional_information_for_prefill(plan.spans)
@@ -121,12 +123,8 @@ class PhaseRoutingMixin(PhaseMixin):
     def _process_additional_information_updates(self, *args: Any, **kwargs: Any) -> None:
         """Postprocess by the released code; what its rows store reaches the host together."""
         phase = phase_of(self)
-        released = super()._process_additional_information_updates  # type: ignore[misc]
-        if not _is_active(self, phase):
-            released(*args, **kwargs)
-        else:
-            with _tools_of(self, phase).live:
-                released(*args, **kwargs)
+        with _tools_of(self, phase).live if _is_active(self, phase) else nullcontext():
+            super()._process_additional_information_updates(*args, **kwargs)  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,28 +193,18 @@ def _of_each(request_ids: Sequence[str], known: Mapping[str, Any], what: str) ->
 
 
 def prompt_lens_of(request_ids: Sequence[str], states: Sequence[Any]) -> list[int]:
-    try:
+    """The prompt length of each request (M3); of one without token ids, its number of prompt embedding rows (E1)."""
+    with suppress(AttributeError, TypeError):
         return [len(state.prompt_token_ids) for state in states]
-    except (AttributeError, TypeError):
-        return list(map(_prompt_len, count(), request_ids, states))
-
-
-def _prompt_len(row: int, request_id: str, state: Any) -> int:
-    token_ids = getattr(state, "prompt_token_ids", None)
-    rows = getattr(state, "num_prompt_tokens", None) if token_ids is None else len(token_ids)
-    if rows is None:
-        expected = "prompt_token_ids, or a number of prompt embedding rows"
-        raise ContractError("E4", requests=[request_id], rows=[row], expected=expected, actual="neither")
-    return int(rows)
-
-
-def _expect(outputs: Any, runtime: Runtime) -> Any:
-    if not isinstance(outputs, tuple) or len(outputs) != runtime.preprocess_values:
-        raise UnsupportedRuntimeError(
-            f"{runtime.name}: _preprocess returns {runtime.preprocess_values} values there, "
-            f"here it returned {len(outputs) if isinstance(outputs, tuple) else type(outputs).__name__}"
-        )
-    return outputs
+    lengths = []
+    for row, (request_id, state) in enumerate(zip(request_ids, states, strict=True)):
+        token_ids = getattr(state, "prompt_token_ids", None)
+        length = getattr(state, "num_prompt_tokens", None) if token_ids is None else len(token_ids)
+        if length is None:
+            expected = "prompt_token_ids, or a number of prompt embedding rows"
+            raise ContractError("E4", requests=[request_id], rows=[row], expected=expected, actual="neither")
+        lengths.append(int(length))
+    return lengths
 
 
 def _overlay_prompt_embeds(
@@ -230,11 +218,10 @@ def _overlay_prompt_embeds(
         start, computed = plan.offsets[row], plan.num_computed[row]
         rows = min(plan.spans[row], plan.prompt_lens[row] - computed)
         own = prompt_embeds[computed : computed + rows]
-        if tuple(own.shape) != (rows, embeds.shape[-1]):
-            expected = f"prompt embeddings of shape {(rows, embeds.shape[-1])} from position {computed}"
-            raise ContractError(
-                "E1", requests=[request_id], rows=[row], expected=expected, actual=str(tuple(own.shape))
-            )
+        shape = (rows, embeds.shape[-1])
+        if own.shape != shape:
+            expected, actual = f"prompt embeddings of shape {shape} from position {computed}", str(tuple(own.shape))
+            raise ContractError("E1", requests=[request_id], rows=[row], expected=expected, actual=actual)
         helper.copy(embeds[start : start + rows], own)
 
 
