@@ -164,11 +164,10 @@ def test_audio_of_the_tiny_checkpoint_is_heard(spoken: Report) -> None:
 # The first prompt's tail is taken for decode, as all spans of one token are; a row of the second prompt is altered.
 BROKEN = """
 from dataclasses import replace
-from omni_npu_phase.step import route as routing
 from omni_npu_phase.step import v1 as mixin
 
 def install():
-    planned, route = mixin.plan_step, routing.route
+    planned, route = mixin.plan_step, mixin.route
     def by_span(*arguments, **keywords):
         plan = planned(*arguments, **keywords)
         one = [span == 1 for span in plan.spans]
@@ -177,7 +176,7 @@ def install():
         route(plan, port)
         if (plan.prompt_lens[0], plan.num_computed[0]) == (29, 7):
             port.embeds[plan.offsets[0]] += 1
-    mixin.plan_step, routing.route = by_span, altered
+    mixin.plan_step, mixin.route = by_span, altered
 """
 
 
