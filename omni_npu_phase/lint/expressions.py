@@ -311,7 +311,7 @@ class Expressions(ABC):
 
     def _eval_formattedvalue(self, node: ast.FormattedValue, frame: Frame) -> Value:
         value = self._eval(node.value, frame)
-        return opened(value) if node.format_spec is not None or node.conversion != -1 else value
+        return derived([value]) if node.format_spec is not None or node.conversion != -1 else value
 
     def _eval_lambda(self, node: ast.Lambda, frame: Frame) -> Value:
         return Value(const=Callee(frame.source, node, frame.owner, None, frame))
@@ -358,7 +358,7 @@ class Expressions(ABC):
         if not open_ones:
             return self._tagged(values[-1], values)
         result = functools.reduce(joined, open_ones)
-        return self._tagged(opened(result), values)
+        return self._tagged(result, values)
 
     @staticmethod
     def _tagged(value: Value, parts: Sequence[Value]) -> Value:
@@ -602,12 +602,3 @@ def _named(holder: Value, name: str) -> str:
 
 def copied(value: Value) -> Value:
     return replace(value, key_places=dict(value.key_places))
-
-
-def opened(value: Value) -> Value:
-    """The same, its Python value unknown."""
-    if value.const is UNKNOWN:
-        return value
-    made = copied(value)
-    made.const = UNKNOWN
-    return made

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from omni_npu_phase.lint import source
@@ -107,12 +108,4 @@ def _shown(path: Path) -> str:
 
 
 def _relative(finding: Finding) -> Finding:
-    return Finding(
-        _shown(Path(finding.path)),
-        finding.line,
-        finding.column,
-        finding.rule,
-        finding.severity,
-        finding.message,
-        finding.model,
-    )
+    return replace(finding, path=_shown(Path(finding.path)))
