@@ -259,7 +259,6 @@ class Calls(Expressions):
         for key, value in named.items():
             self._put(made, key, value, place, frame)
         made.items = {**(made.items or {}), **named}
-        made.key_places |= dict.fromkeys(named, place)
         return made
 
     def _is_instance(self, value: Value, place: Place, frame: Frame) -> Value:

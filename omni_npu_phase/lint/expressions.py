@@ -73,8 +73,6 @@ class Expressions(ABC):
         key = (self.fields, *frame.chain, id(node))
         place = test.test or Place(frame.source, getattr(node, "test", node))
         seen = self.observed.tests.setdefault(key, Test(place, touches, followed))
-        if test.test is not None:
-            seen.place = place
         if seen.outcomes.setdefault(self.row, outcome) != outcome:
             seen.outcomes[self.row] = None
             seen.mixed = True
@@ -195,7 +193,7 @@ class Expressions(ABC):
             self._store(holder, key, value, place, frame)
 
     def _eval(self, node: ast.expr, frame: Frame) -> Value:
-        method: Callable[[Any, Frame], Value] | None = getattr(self, _method_for(type(node)), None)
+        method: Callable[[Any, Frame], Value] | None = getattr(self, _method_for(type(node).__name__), None)
         if method is not None:
             return method(node, frame)
         inner = [self._eval(each, frame) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
@@ -313,7 +311,7 @@ class Expressions(ABC):
 
     def _eval_formattedvalue(self, node: ast.FormattedValue, frame: Frame) -> Value:
         value = self._eval(node.value, frame)
-        return opened(value) if node.format_spec is not None or node.conversion != -1 else value
+        return derived([value]) if node.format_spec is not None or node.conversion != -1 else value
 
     def _eval_lambda(self, node: ast.Lambda, frame: Frame) -> Value:
         return Value(const=Callee(frame.source, node, frame.owner, None, frame))
@@ -359,12 +357,8 @@ class Expressions(ABC):
         open_ones = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is None]
         if not open_ones:
             return self._tagged(values[-1], values)
-        result = open_ones[0]
-        for value in open_ones[1:]:
-            result = joined(result, value)
-        if outcomes[-1] is not None and not any(value.items is not None or value.state for value in open_ones):
-            result = joined(result, values[-1])
-        return self._tagged(opened(result), values)
+        result = functools.reduce(joined, open_ones)
+        return self._tagged(result, values)
 
     @staticmethod
     def _tagged(value: Value, parts: Sequence[Value]) -> Value:
@@ -564,15 +558,11 @@ class Expressions(ABC):
     def _slice(self, holder: Value, node: ast.Slice, place: Place, frame: Frame) -> Value:
         lower = self._eval(node.lower, frame) if node.lower is not None else Value(const=0)
         upper = self._eval(node.upper, frame) if node.upper is not None else None
-        if holder.elements is not None and upper is None and isinstance(lower.const, int):
-            return Value(elements=holder.elements[lower.const :])
-        if holder.elements is not None and upper is not None:
-            ends = (lower.const, upper.const)
-            if all(isinstance(end, int) for end in ends):
-                return Value(elements=holder.elements[slice(*ends)])
         if node.lower is None and upper is None:
             return holder
         bounds = [lower] if upper is None else [lower, upper]
+        if holder.elements is not None and all(isinstance(each.const, int) for each in bounds):
+            return Value(elements=holder.elements[lower.const : None if upper is None else upper.const])
         result = derived([Value(span=each.span, fields=each.fields, chosen=each.chosen) for each in (*bounds, holder)])
         result.state, result.keys, result.part = holder.state, holder.keys, True
         result.measured = holder.measured
@@ -593,8 +583,8 @@ class Expressions(ABC):
 
 
 @functools.cache
-def _method_for(kind: type) -> str:
-    return f"_eval_{kind.__name__.lower()}"
+def _method_for(kind: str) -> str:
+    return f"_eval_{kind.lower()}"
 
 
 def _cut(shape: list[Value] | None, lower: Value, upper: Value | None) -> list[Value] | None:
@@ -612,12 +602,3 @@ def _named(holder: Value, name: str) -> str:
 
 def copied(value: Value) -> Value:
     return replace(value, key_places=dict(value.key_places))
-
-
-def opened(value: Value) -> Value:
-    """The same, its Python value unknown."""
-    if value.const is UNKNOWN:
-        return value
-    made = copied(value)
-    made.const = UNKNOWN
-    return made

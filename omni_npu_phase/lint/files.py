@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from omni_npu_phase.lint import source
@@ -16,6 +17,7 @@ from omni_npu_phase.lint.rules import Finding
 from omni_npu_phase.lint.source import Model, UnreadableError
 
 _HOOK = r"preprocess(_decode_batch)?(_mrv2)?"
+_BASES = re.compile(r"class\s+\w+\s*\(([^)]*)\)")
 _MENTIONS = re.compile(rf"def preprocess|set_custom_preprocess|\b{_HOOK} *=[^=]|[\"']{_HOOK}[\"']|omni-phase:")
 
 
@@ -33,12 +35,14 @@ def lint(paths: Sequence[Path], say: Callable[[str], None] = lambda text: None) 
     report.files = len(asked)
     # A large tree has few models: files that mention no hook are parsed only where they were asked for by name.
     chosen = [path for path, text in texts.items() if asked[path] or _MENTIONS.search(text)]
+    bases = {path: set(re.findall(r"\w+", " ".join(_BASES.findall(text)))) for path, text in texts.items()}
     judged: dict[Path, list[Judged]] = {}
     while chosen:
         for path in chosen:
             say(f"following hooks: {_shown(path)}")
             judged[path] = _models_in(path, report.unread)
-        chosen = list(_derived_from({each.model.name for each in _all(judged)}, texts.keys() - judged.keys(), texts))
+        names = {each.model.name for models in judged.values() for each in models}
+        chosen = [path for path in texts.keys() - judged.keys() if not names.isdisjoint(bases[path])]
     report.models = [each for path in sorted(judged) for each in judged[path]]
     found = {(each.path, each.line, each.column, each.rule): each for model in report.models for each in model.findings}
     for name in sorted({each.path for each in found.values()} | {str(path) for path in texts}):
@@ -51,11 +55,6 @@ def lint(paths: Sequence[Path], say: Callable[[str], None] = lambda text: None) 
         report.findings += [_relative(each) for each in sorted([*kept, *about])]
         report.ignored += [(_relative(each), reason) for each, reason in ignored]
     return report
-
-
-def _all(judged: dict[Path, list[Judged]]) -> Iterator[Judged]:
-    for models in judged.values():
-        yield from models
 
 
 def _text(path: Path, unread: list[str]) -> str | None:
@@ -74,13 +73,6 @@ def _models_in(path: Path, unread: list[str]) -> list[Judged]:
         unread.append(str(error))
         return []
     return [judged for judged in found if judged is not None]
-
-
-def _derived_from(names: set[str], paths: set[Path], texts: dict[Path, str]) -> Iterator[Path]:
-    """Files with a class that may inherit one of these, by its name."""
-    if names:
-        derives = re.compile(rf"class\s+\w+\s*\([^)]*\b(?:{'|'.join(map(re.escape, sorted(names)))})\b")
-        yield from (path for path in sorted(paths) if derives.search(texts[path]))
 
 
 def _file(path: Path) -> Path:
@@ -116,12 +108,4 @@ def _shown(path: Path) -> str:
 
 
 def _relative(finding: Finding) -> Finding:
-    return Finding(
-        _shown(Path(finding.path)),
-        finding.line,
-        finding.column,
-        finding.rule,
-        finding.severity,
-        finding.message,
-        finding.model,
-    )
+    return replace(finding, path=_shown(Path(finding.path)))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's hooks do wrong: the walks of each hook, read by the rules."""
+"""What a model's hooks do wrong, or cannot be seen to do right: the walks of each hook, read by the rules."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from omni_npu_phase import contract
+from omni_npu_phase.lint.hooks import DECIDING, hooks_of, stored_later
 from omni_npu_phase.lint.observed import (
     CHUNK,
     CROSSING,
@@ -25,24 +25,11 @@ from omni_npu_phase.lint.observed import (
     Test,
 )
 from omni_npu_phase.lint.rules import SEVERITIES, Finding, Severity
-from omni_npu_phase.lint.source import Method, Model, UnreadableError, statements_in
+from omni_npu_phase.lint.source import Method, Model, UnreadableError
 from omni_npu_phase.lint.values import Place, Value
 from omni_npu_phase.lint.walk import Walk
 
-_KINDS = {
-    "preprocess": "preprocess",
-    "preprocess_decode_batch": "decode_batch",
-    "preprocess_decode_batch_mrv2": "decode_batch",
-    "preprocess_batch": "batch",
-    "preprocess_batch_mrv2": "batch",
-    "postprocess": "postprocess",
-}
-"""What the runner calls on a model, and how."""
-_CUSTOM = {"set_custom_preprocess": "preprocess", "set_custom_postprocess": "postprocess"}
-_DECIDING = {"preprocess", "decode_batch"}
 _DECIDES = "decides between prefill and decode"
-
-
 Answer = Literal["decides by the fields", "needs no phase", "decides by span", "breaks the contract", "cannot tell"]
 
 
@@ -93,22 +80,22 @@ def judge(model: Model) -> Judged | None:
 
     Raises :class:`~omni_npu_phase.lint.source.UnreadableError` for code that is nested beyond Python's own limit.
     """
-    hooks = list(_hooks(model))
-    if not any(kind in _DECIDING for kind, _ in hooks):
+    hooks = list(hooks_of(model))
+    if not any(kind in DECIDING for kind, _ in hooks):
         return None
     try:
         walked = [_walked(model, kind, method) for kind, method in hooks]
     except RecursionError as error:
         raise UnreadableError(f"{model.source.path}: {model.name} is nested too deeply to be followed") from error
     advanced = {name for seen in walked for each in (seen.with_fields, seen.without) for name in each.advanced}
-    stored = {name for seen in walked for name in seen.with_fields.stored} | set(_stored_later(model))
+    stored = {name for seen in walked for name in seen.with_fields.stored} | set(stored_later(model))
     found: dict[tuple[str, int, int, str], Finding] = {}
     reads: set[str] = set()
     by_phase: dict[tuple[str, int, int], Place] = {}
     for seen in walked:
         seen.advanced.update(advanced)
         seen.stored.update(stored)
-        if seen.kind in _DECIDING:
+        if seen.kind in DECIDING:
             reads |= seen.with_fields.reads
             by_phase |= {place.key: place for place in seen.by_phase}
         for finding in (each for rule in RULES_IN_CODE for each in rule(seen)):
@@ -122,72 +109,6 @@ def judge(model: Model) -> Judged | None:
     return Judged(
         model, names, tuple(sorted(found.values())), frozenset(reads), tuple(by_phase.values()), hooks[0][1].source.path
     )
-
-
-def _hooks(model: Model) -> Iterator[tuple[str, Method]]:
-    """Hooks by name, and methods that the class makes its hooks itself, each once."""
-    named: dict[tuple[str, int], tuple[str, Method]] = {}
-    for kind, name in (*_set_by(model), *((kind, name) for name, kind in _KINDS.items())):
-        method = model.method(name) or _function(model, name)
-        if method is not None and not method.is_stub and (kind != "preprocess" or _takes_tokens(method)):
-            named.setdefault((kind, id(method.node)), (kind, method))
-    yield from named.values()
-
-
-def _function(model: Model, name: str) -> Method | None:
-    """A function of the class's own file, which the class makes its hook."""
-    source, cls = model.lineage[0]
-    node = source.functions.get(name) if name not in _KINDS else None
-    return None if node is None else Method(source, cls, node, free=True)
-
-
-def _set_by(model: Model) -> Iterator[tuple[str, str]]:
-    """set_custom_preprocess(self.X), self.preprocess = self.X, setattr(self, "preprocess", self.X), preprocess = X."""
-    for _, cls in model.lineage:
-        for statement in statements_in(cls.body):
-            node = statement.value if isinstance(statement, ast.Expr) else statement
-            name, value = "", None
-            if isinstance(node, ast.Call):
-                called = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
-                given = [*node.args, *(keyword.value for keyword in node.keywords)]
-                if called in _CUSTOM and given:
-                    name, value = _CUSTOM[called], given[0]
-                elif called == "setattr" and len(given) == 3:
-                    name, value = getattr(given[1], "value", ""), given[2]
-            elif isinstance(node, ast.Assign):
-                to, value = node.targets[0], node.value
-                own = isinstance(to, ast.Name) and node in cls.body
-                name = getattr(to, "id", "") if own else getattr(to, "attr", "")
-            if name in _KINDS and value is not None:
-                yield _KINDS[name], _named(value)
-
-
-def _named(value: ast.expr) -> str:
-    """The function that is meant, also where something is made of it: ``torch.compile(self.X)``."""
-    while isinstance(value, ast.Call) and value.args:
-        value = value.args[0]
-    return getattr(value, "attr", "") or getattr(value, "id", "")
-
-
-def _stored_later(model: Model) -> Iterator[str]:
-    """Attributes that any method stores once the model is loaded."""
-    for method in model.methods():
-        for node in ast.walk(method.node) if method.node.name not in ("__init__", "load_weights") else ():
-            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and _is_self(node.value):
-                yield f"self.{node.attr}"
-
-
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
-
-
-def _takes_tokens(method: Method) -> bool:
-    """Whether a ``preprocess`` can be the runner's: image processors have methods of that name too."""
-    arguments = method.node.args
-    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    if any("ids" in name or "token" in name for name in names):
-        return True
-    return arguments.kwarg is not None and len(arguments.args) <= method.is_bound
 
 
 def _walked(model: Model, kind: str, method: Method) -> Seen:
@@ -336,10 +257,9 @@ def whole_prompt(seen: Seen) -> Iterator[Finding]:
         return
     of_decode = {event.place.key for event in _of(seen.with_fields, "return") if not event.row.prefill}
     for event in _of(seen.with_fields, "return"):
-        parts = event.value.elements
-        if event.row not in (CHUNK, MIDDLE) or parts is None or len(parts) not in (3, 5):
+        rows = _rows(event.value)
+        if event.row not in (CHUNK, MIDDLE) or rows is None:
             continue
-        rows = parts[1]
         named = any("prompt" in key or "prefill" in key for key in rows.keys)
         only_here = event.certain or event.place.key not in of_decode
         if rows.span or rows.part or rows.fields or not rows.state or not (only_here or named):

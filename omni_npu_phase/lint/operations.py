@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from omni_npu_phase.lint.values import UNKNOWN, Value, concrete, derived, truth
 
 
@@ -129,45 +131,39 @@ def only_number(value: Value) -> Value | None:
 
 
 def size(name: str, holder: Value, given: Sequence[Value]) -> Value:
+    sizes = holder.shape
     if name == "dim":
         return Value()
-    sizes = holder.shape
-    if sizes is not None:
-        if name == "size" and given:
-            at = given[0].const
-            return sizes[at] if isinstance(at, int) and -len(sizes) <= at < len(sizes) else Value()
-        if name == "size":
+    if sizes is None or name == "__len__":
+        return length(holder)
+    if name == "size":
+        if not given:
             return Value(elements=sizes)
-        if name == "__len__":
-            return sizes[0]
-        known = [size.const for size in sizes]
-        if all(isinstance(size, int) for size in known):
-            total = 1
-            for size in known:
-                total *= size
-            return Value(const=total, span=True)
-        return Value()
-    return length(holder)
+        at = given[0].const
+        return sizes[at] if isinstance(at, int) and -len(sizes) <= at < len(sizes) else Value()
+    counts = [each.const for each in sizes]
+    return Value(const=math.prod(counts), span=True) if all(isinstance(each, int) for each in counts) else Value()
+
+
+_RESHAPES: Mapping[str, Callable[..., Any]] = {
+    "reshape": lambda rows, *sizes: rows.reshape(sizes),
+    "view": lambda rows, *sizes: rows.reshape(sizes),
+    "flatten": np.ravel,
+    "unsqueeze": np.expand_dims,
+    "squeeze": np.squeeze,
+}
 
 
 def reshaped(name: str, holder: Value, given: Sequence[Value]) -> Value:
+    """The same rows in another shape, as NumPy gives it where all sizes are known."""
     made = derived([holder, *given])
-    made.part = holder.part
     sizes = [each.const for each in given]
-    known = holder.shape
-    if name in ("reshape", "view"):
-        made.part = made.part or (len(sizes) == 2 and sizes[0] == 1)
-    if known is None:
-        return made
-    flat = name == "flatten" or (name in ("reshape", "view") and sizes == [-1])
-    if flat and len(known) == 1:
-        made.shape = known
-    elif name == "unsqueeze" and sizes == [0]:
-        made.shape = [Value(const=1), *known]
-    elif name == "squeeze" and len(known) > 1 and known[0].const == 1:
-        made.shape = known[1:]
-    elif name in ("reshape", "view") and len(sizes) == 2 and sizes[0] == 1 and len(known) == 1:
-        made.shape = [Value(const=1), known[0]]
-    elif name in ("reshape", "view") and len(sizes) == 2 and sizes[1] == 1 and len(known) == 1:
-        made.shape = [known[0], Value(const=1)]
+    made.part = holder.part or (name in ("reshape", "view") and len(sizes) == 2 and sizes[0] == 1)
+    known = [each.const for each in holder.shape or ()]
+    if known and name in _RESHAPES and all(isinstance(each, int) for each in (*known, *sizes)):
+        try:
+            shape = _RESHAPES[name](np.empty(known, dtype=bool), *sizes).shape
+        except ValueError as error:
+            raise BrokenError from error
+        made.shape = [Value(const=each, span=True) for each in shape]
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omni_npu_phase.lint.findings import Judged
@@ -76,17 +76,7 @@ class Report:
 
 def as_dict(found: Finding) -> dict[str, Any]:
     """A finding for a program; ``line`` and ``column`` count from 1, ``clause`` is None for ignore comments."""
-    return {
-        "path": found.path,
-        "line": found.line,
-        "column": found.column,
-        "severity": found.severity,
-        "rule": found.rule,
-        "clause": found.clause,
-        "message": found.message,
-        "fix": found.fix,
-        "model": found.model,
-    }
+    return {**asdict(found), "clause": found.clause, "fix": found.fix}
 
 
 def _data(text: str) -> str:

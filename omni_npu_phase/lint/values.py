@@ -47,10 +47,10 @@ class Callee:
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """One value. Facets that say nothing keep their defaults.
+    """One value: what it is, as far as that is known, and what it is made of.
 
     ``const``: the Python value; ``elements``: of a tuple or list; ``items``: by key or attribute; ``each``: what
-    iteration gives; ``shape``: sizes of a tensor's known leading dimensions.
+    iteration gives; ``shape``: sizes of a tensor's known leading dimensions; ``length_of``: it is the length of that.
     """
 
     const: Any = UNKNOWN

@@ -410,6 +410,7 @@ CASES = [
         for attempt in (
             "token = input_ids.item()",
             "token = int(input_ids)",
+            "token = input_ids.view(1)",
             "(token,) = input_ids",
             "[token] = input_ids.tolist()",
         )
