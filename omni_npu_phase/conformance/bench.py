@@ -538,6 +538,9 @@ def _made_by_its_init(cls: type, device: torch.device) -> Mapping[str, Any]:
     """
     from vllm.config import set_current_vllm_config
 
+    if device.type != "cpu":
+        # On an NPU it needs what an engine sets up before: groups, and the settings of the allocator.
+        return {}
     try:
         config = _tiny_config()
         with single_stage(), set_current_vllm_config(config):
