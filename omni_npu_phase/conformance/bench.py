@@ -8,9 +8,12 @@ needs an engine: the pipeline-parallel group, the graph dispatcher, and, in scen
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import importlib.util
 import inspect
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -30,6 +33,8 @@ from omni_npu_phase.step.port import device_side
 ROWS_BEHIND = 4
 """Rows of the step's buffer behind its spans, as a padded step has them."""
 _PLAIN = Setting()
+_OWNED = (dict, list, set)
+"""What a runner changes in itself, and so must not share with another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +87,15 @@ class Bench:
     # How the runner is made.
 
     def make_runner(self, cls: type) -> Any:
-        """A runner of ``cls``, made without its ``__init__``, with what its ``_preprocess`` needs."""
+        """A runner of ``cls``: what its own ``__init__`` gives it where that runs here, and what a step needs."""
         from transformers import PretrainedConfig
         from vllm.config import CUDAGraphMode, VllmConfig
         from vllm.platforms import current_platform
 
         sizes, setting, model = self.sizes, self.setting, self.model
         runner: Any = object.__new__(cls)
+        own = _made_by_its_init(cls, self.device)
+        vars(runner).update({name: copy.copy(value) if type(value) in _OWNED else value for name, value in own.items()})
         runner.device, runner.dtype, runner.pin_memory = self.device, sizes.dtype, self.device.type != "cpu"
         runner.max_num_reqs = sizes.requests
         runner.model = model
@@ -103,14 +110,14 @@ class Bench:
         runner.requests, runner.model_intermediate_buffer = {}, {}
         if not hasattr(model, "requires_raw_input_tokens"):
             model.requires_raw_input_tokens = False
-        model_config = SimpleNamespace(
-            is_encoder_decoder=False,
-            is_hybrid=False,
-            enforce_eager=True,
-            async_chunk=False,
-            hf_text_config=PretrainedConfig(hidden_size=sizes.hidden),  # type: ignore[call-arg]
-            subtalker_sampling_params={"do_sample": False, "top_k": 1},
-        )
+        model_config = copy.copy(own.get("model_config") or SimpleNamespace(is_encoder_decoder=False, is_hybrid=False))
+        for name, value in {
+            "enforce_eager": True,
+            "async_chunk": False,
+            "hf_text_config": PretrainedConfig(hidden_size=sizes.hidden),  # type: ignore[call-arg]
+            "subtalker_sampling_params": {"do_sample": False, "top_k": 1},
+        }.items():
+            object.__setattr__(model_config, name, value)
         runner.model_config = model_config
         # Without a model there is nothing for a platform to check, and vLLM-Ascend 0.20 stumbles over that.
         with mock.patch.object(type(current_platform), "check_and_update_config"):
@@ -521,6 +528,59 @@ def _accepted(method: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
     """Those keywords that this release's method takes."""
     parameters = inspect.signature(method).parameters
     return {name: value for name, value in keywords.items() if name in parameters}
+
+
+@functools.cache
+def _made_by_its_init(cls: type, device: torch.device) -> Mapping[str, Any]:
+    """What a runner's own ``__init__`` gives it on a tiny configuration; nothing where that cannot run here.
+
+    So a newer release finds what it reads, whether or not this package has heard of it.
+    """
+    from vllm.config import set_current_vllm_config
+
+    if device.type != "cpu":
+        # On an NPU it needs what an engine sets up before: groups, and the settings of the allocator.
+        return {}
+    try:
+        config = _tiny_config()
+        with single_stage(), set_current_vllm_config(config):
+            made: Mapping[str, Any] = vars(cls(config, device))
+            return made
+    except Exception:  # noqa: BLE001 - needs an engine or a device, as releases differ; what is missing then is named
+        return {}
+
+
+@functools.cache
+def _tiny_config() -> Any:
+    """vLLM's configuration for a model of one layer, which is never loaded."""
+    from transformers import LlamaConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.model_executor.models import ModelRegistry
+
+    # A class at hand, for vLLM looks at others in a process of their own.
+    ModelRegistry.register_model(Architecture.__name__, Architecture)
+    layer: Any = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaConfig(architectures=[Architecture.__name__], vocab_size=64, **layer).save_pretrained(folder)
+        config = VllmConfig(
+            model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True)
+        )
+    # Asynchronous scheduling needs streams.
+    config.scheduler_config.async_scheduling = False
+    return config
+
+
+class Architecture(torch.nn.Module):
+    """What vLLM looks for in a model's class: the methods of one that makes text."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+
+    def embed_input_ids(self, input_ids: Any) -> Any: ...
+
+    def forward(self, input_ids: Any, positions: Any) -> Any: ...
+
+    def compute_logits(self, hidden_states: Any) -> Any: ...
 
 
 def _init_talker_mtp(runner: Any) -> None:

@@ -279,7 +279,7 @@ def _needs(released: type, read: Any) -> verify.RunnerClasses:
 @pytest.mark.parametrize(
     ("read", "told"),
     [
-        (lambda self: self.something_only_init_sets, "the runner has no something_only_init_sets"),
+        (lambda self: self.something_only_an_engine_sets, "the runner has no something_only_an_engine_sets"),
         (lambda self: self.model_config.is_new_here, "has no is_new_here"),
         (lambda self: self.vllm_config.novel_config, "has no novel_config"),
     ],
@@ -290,6 +290,23 @@ def test_what_no_bench_can_know_is_no_failed_clause(read: Any, told: str, mode: 
     assert {result.status for result in report.of(mode)} == {"error", "not_applicable"}
     assert "Needs cannot be judged here: " in report.undecided(mode)
     assert told in report.undecided(mode)
+
+
+def test_what_a_runners_own_constructor_sets_is_there(released: type) -> None:
+    """As a newer release has it: an attribute that no bench knows, set by ``__init__`` and read in every step."""
+
+    class Newer(released):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            self.something_new = self.vllm_config.scheduler_config.max_num_seqs
+
+        def _preprocess(self, *args: Any, **keywords: Any) -> Any:
+            assert self.something_new > 0
+            assert self.model_config.is_hybrid is False
+            return super()._preprocess(*args, **keywords)
+
+    report = verify.verify(verify.RunnerClasses("x", Newer), ("mixin",), scenarios=[BY_ID["tail"]])
+    assert {result.status for result in report.clauses} == {"pass", "not_applicable"}
 
 
 def test_an_attribute_of_something_else_is_the_runners_fault(released: type) -> None:
