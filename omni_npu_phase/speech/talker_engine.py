@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine core with vLLM-Omni's Qwen3-TTS talker, in this process and on the CPU platform, for tests.
+"""vLLM's engine core with vLLM-Omni's Qwen3-TTS talker, in this process, for tests.
 
-Everything is the released code, but for the platform's workers. :func:`prepare` must run before vLLM is imported.
+On the CPU platform everything is the released code, but for the platform's workers; on the emulated Ascend device, all
+of it is. :func:`prepare` must run before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from omni_npu_phase.emulated_ascend import engine as emulated_engine
 from omni_npu_phase.settings import PLATFORM_VARIABLE
 
 ARCHITECTURE = "Qwen3TTSTalkerForConditionalGeneration"
+_ENVIRONMENTS = {"cpu": {PLATFORM_VARIABLE: "cpu"}, "emulated": emulated_engine.ENVIRONMENT}
 _ENVIRONMENT = {
-    PLATFORM_VARIABLE: "cpu",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -26,9 +28,9 @@ _ENVIRONMENT = {
 }
 
 
-def prepare() -> None:
-    """Set this process's environment for an engine of its own."""
-    os.environ.update(_ENVIRONMENT)
+def prepare(device: str = "cpu") -> None:
+    """Set this process's environment for an engine of its own, on ``cpu`` or on the ``emulated`` Ascend device."""
+    os.environ.update(_ENVIRONMENT | _ENVIRONMENTS[device])
 
 
 class TalkerEngine:
