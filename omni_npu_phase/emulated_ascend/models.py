@@ -239,7 +239,8 @@ def _keys_and_values(
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """One token: (head, dimension) against (key, key head, dimension)."""
-    keys, values = keys.float().transpose(0, 1)[:, None], values.float().transpose(0, 1)[:, None]
+    # Contiguous, because the order in which PyTorch adds up depends on the layout.
+    keys, values = (part.float().transpose(0, 1).contiguous()[:, None] for part in (keys, values))
     grouped = query.float().reshape(keys.shape[0], -1, 1, query.shape[-1])
     weights = ((grouped * keys).sum(-1) * scale).softmax(-1)
     return (weights[..., None] * values).sum(-2).reshape(query.shape).to(query.dtype)

@@ -112,6 +112,7 @@ def _broadcast_to(inputs: Any, outputs: Any) -> None:
 
 OPERATORS: dict[str, Callable[[Any, Any], None]] = {
     "Cast": _cast,
+    "Identity": _cast,
     "BroadcastTo": _broadcast_to,
     "AsStrided": _as_strided,
     "ViewCopy": _view_copy,

@@ -41,8 +41,14 @@ class TalkerEngine:
         self.tokens: dict[str, list[int]] = {}
         self.prompt_lens: dict[str, int] = {}
 
-    def submit(self, request_id: str, text: str, *, speaker: str = "vivian", **sampling: Any) -> int:
-        """Queue one request, greedy unless ``sampling`` says otherwise; returns its prompt's length in tokens."""
+    def submit(
+        self, request_id: str, text: str, *, speaker: str = "vivian", with_embeds: bool = False, **sampling: Any
+    ) -> int:
+        """Queue one request, greedy unless ``sampling`` says otherwise; returns its prompt's length in tokens.
+
+        ``with_embeds``: the request brings prompt embeddings too, for whose rows the talker's hook has its own.
+        """
+        import torch
         from vllm import SamplingParams
         from vllm_omni.engine import OmniEngineCoreRequest
         from vllm_omni.engine.serialization import serialize_additional_information
@@ -50,7 +56,8 @@ class TalkerEngine:
         from omni_npu_phase.speech.prompts import Prompt
 
         prompt = Prompt(text, speaker, "english")
-        length = self.prompt_lens[request_id] = prompt.length(Path(self.core.vllm_config.model_config.model))
+        model = self.core.vllm_config.model_config
+        length = self.prompt_lens[request_id] = prompt.length(Path(model.model))
         settings = {"temperature": 0.0, "max_tokens": 6, "stop_token_ids": [2150], "detokenize": False, **sampling}
         message = OmniEngineCoreRequest(
             request_id=request_id,
@@ -62,6 +69,7 @@ class TalkerEngine:
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
+            prompt_embeds=torch.ones(length, model.get_hidden_size()) if with_embeds else None,
             additional_information=serialize_additional_information(prompt.information),
         )
         message.external_req_id = request_id
@@ -72,12 +80,16 @@ class TalkerEngine:
         self.tokens[request_id] = []
         return length
 
+    def step(self) -> None:
+        """Take one step, and note what came of an earlier one."""
+        outputs, _ = self.core.step_fn()
+        for output in outputs[0].outputs if outputs and 0 in outputs else []:
+            self.tokens[output.request_id] += output.new_token_ids
+
     def run(self) -> dict[str, list[int]]:
         """Step until every request has ended; returns ``tokens``."""
         while self.core.scheduler.has_unfinished_requests() or self.core.batch_queue:
-            outputs, _ = self.core.step_fn()
-            for output in outputs[0].outputs if outputs and 0 in outputs else []:
-                self.tokens[output.request_id] += output.new_token_ids
+            self.step()
         return self.tokens
 
 
