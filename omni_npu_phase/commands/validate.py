@@ -24,6 +24,7 @@ class DeviceOption(str, Enum):
     cpu = "cpu"
     cuda = "cuda"
     npu = "npu"
+    emulated = "emulated"
 
 
 class FormatOption(str, Enum):
@@ -36,7 +37,9 @@ def validate(
     model: Annotated[
         str, typer.Option(metavar="DIR|tiny", help="A Qwen3-TTS CustomVoice checkpoint; tiny is made when first used.")
     ] = "tiny",
-    device: Annotated[DeviceOption, typer.Option(help="Where the engines run.")] = DeviceOption.cpu,
+    device: Annotated[
+        DeviceOption, typer.Option(help="Where the engines run; emulated: vLLM-Ascend, its device emulated on the CPU.")
+    ] = DeviceOption.cpu,
     text: Annotated[
         list[str] | None, typer.Option(help="What to say; may be repeated; two short sentences when left out.")
     ] = None,

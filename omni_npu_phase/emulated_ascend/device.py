@@ -190,6 +190,7 @@ class Device:
         self._launches[name] += 1
 
     def _connect(self, *, kernels: bool) -> None:
+        from omni_npu_phase.emulated_ascend import graphs
         from omni_npu_phase.emulated_ascend.kernels import Kernels
         from omni_npu_phase.emulated_ascend.operators import kernel_runner
 
@@ -197,6 +198,7 @@ class Device:
         self._cann.emu_set_kernel_runner(self._runner)
         if kernels:
             self._kernels = Kernels(self._launched, self.raise_faults)
+            graphs.install()
 
 
 _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (

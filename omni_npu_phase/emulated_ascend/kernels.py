@@ -23,18 +23,20 @@ These tables, and nothing beside them:
 
 * Every other aten operator raises NotImplementedError, those for which torch_npu would fall back to the CPU too.
 
-Operators outside aten (`npu_*`) keep torch_npu's code and fail at the first CANN operator that has no kernel.
+Operators outside aten (`npu_*`) are computed by the functions of `models.py`; those without one keep torch_npu's code
+and fail at the first CANN operator that has no kernel.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from omni_npu_phase.emulated_ascend.models import MODELS, SCHEMAS
 from omni_npu_phase.emulated_ascend.operators import host_view
 
 OWN = frozenset(
@@ -51,15 +53,15 @@ PLAIN = frozenset(
     _log_softmax _softmax abs abs_ add add_ addbmm addcdiv addcdiv_ addcmul addcmul_ addmm addmm_ addmv all amax
     amin any arange argmax argmin argsort baddbmm bitwise_and bitwise_and_ bitwise_not bitwise_not_ bitwise_or
     bitwise_or_ bitwise_xor bitwise_xor_ bmm cat ceil ceil_ clamp clamp_ clamp_max clamp_max_ clamp_min
-    clamp_min_ constant_pad_nd cos cos_ cumprod cumsum div div_ dot embedding eq eq_ erf exp exp_ eye fill_ flip
-    floor floor_ floor_divide floor_divide_ fmod fmod_ full gather ge ge_ gelu gt gt_ index_add
+    clamp_min_ constant_pad_nd convolution cos cos_ cumprod cumsum div div_ dot embedding eq eq_ erf exp exp_ eye
+    fill_ flip floor floor_ floor_divide floor_divide_ fmod fmod_ full gather ge ge_ gelu gt gt_ index_add
     index_select isclose isfinite isnan le le_ lerp linalg_vector_norm linspace log log1p log2 log_
     log_softmax logical_and logical_and_ logical_not logical_not_ logical_or logical_or_ logical_xor logsumexp
     lt lt_ masked_fill_ masked_scatter_ matmul max maximum mean min minimum mm mul mul_ mv nan_to_num
     native_group_norm native_layer_norm ne ne_ neg neg_ ones ones_like pow pow_ prod reciprocal reciprocal_ relu
     relu_ remainder remainder_ repeat roll round round_ rsqrt rsqrt_ rsub scatter scatter_ scatter_add
     scatter_add_ scatter_reduce sigmoid sigmoid_ sign silu silu_ sin sin_ softmax softplus sort sqrt sqrt_ stack
-    std sub sub_ sum take tanh tanh_ topk tril tril_ triu triu_ trunc var where zero_ zeros
+    scaled_dot_product_attention std sub sub_ sum take tanh tanh_ topk tril tril_ triu triu_ trunc var where zero_ zeros
     """.split()  # noqa: SIM905 - a table to read, not a list to edit
 )
 
@@ -83,6 +85,7 @@ class Kernels:
         self._launched = launched
         self._before_each = before_each
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self._models = list(self._add_models())
         for name in _reaching_device():
             packet = name.partition(".")[0]
             if packet not in OWN:
@@ -117,9 +120,23 @@ class Kernels:
 
         return implementation
 
-    def _run(self, operator: Any, args: Any, kwargs: Any) -> Any:
+    def _add_models(self) -> Iterator[torch.library.Library]:
+        for qualified, model in MODELS.items():
+            namespace, name = qualified.split("::")
+            library = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+            if qualified in SCHEMAS:
+                library.define(f"{name}{SCHEMAS[qualified]}")  # type: ignore[no-untyped-call]
+
+            library.impl(name, self._modelled(qualified, model), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+            yield library
+
+    def _modelled(self, name: str, model: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._run(model, args, kwargs, name)
+
+    def _run(self, operator: Any, args: Any, kwargs: Any, name: str = "") -> Any:
         self._before_each()
-        device = _device_of(operator, (args, kwargs))
+        name = name or str(operator)
+        device = _device_of(name, (args, kwargs))
         given: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def to_host(value: Any) -> Any:
@@ -141,7 +158,7 @@ class Kernels:
 
         host_args, host_kwargs = tree_map(to_host, (args, kwargs))
         result = operator(*host_args, **host_kwargs)
-        self._launched(str(operator))
+        self._launched(name)
         return tree_map(to_device, result)
 
     def _run_random(self, operator: Any, args: Any, kwargs: Any) -> Any:

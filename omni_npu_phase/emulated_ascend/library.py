@@ -14,11 +14,13 @@ from pathlib import Path
 from omni_npu_phase.emulated_ascend.errors import EmulationError
 from omni_npu_phase.settings import CACHE_VARIABLE, cache_folder
 
-_SOURCES = ("acl.c", "answers.c")
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "acl.c", _FOLDER / "answers.c")
 _FLAGS = ("-std=gnu11", "-shared", "-fPIC", "-O2")
 _MAIN = "libascendcl.so"
 # torch_npu links against these too, and looks functions up in them by name; all they do is lead to the first.
 _ALIASES = ("libhccl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so")
+_ATB, _ATB_SOURCE = "libatb.so", _FOLDER / "atb.c"
 
 
 def find_compiler() -> tuple[str, str]:
@@ -39,9 +41,12 @@ def find_compiler() -> tuple[str, str]:
 def build(torch_npu_version: str) -> Path:
     """The directory with the compiled libraries; compiles them if no earlier process did."""
     compiler, compiler_version = find_compiler()
-    sources = [Path(__file__).parent / name for name in _SOURCES]
     digest = hashlib.sha256()
-    for part in (*(s.read_bytes() for s in sources), compiler.encode(), compiler_version.encode()):
+    for part in (
+        *(source.read_bytes() for source in (*_SOURCES, _ATB_SOURCE)),
+        compiler.encode(),
+        compiler_version.encode(),
+    ):
         digest.update(len(part).to_bytes(8, "little") + part)
     digest.update(" ".join((*_FLAGS, *_ALIASES, torch_npu_version)).encode())
     target = cache_folder() / f"cann-{digest.hexdigest()[:20]}"
@@ -56,9 +61,10 @@ def build(torch_npu_version: str) -> Path:
         ) from error
     try:
         main = draft / _MAIN
-        _compile(compiler, [*map(str, sources), "-lpthread"], main)
-        for alias in _ALIASES:
-            _compile(compiler, ["-x", "c", os.devnull, "-x", "none", "-Wl,--no-as-needed", str(main)], draft / alias)
+        _compile(compiler, [*map(str, _SOURCES), "-lpthread"], main)
+        for name, source in {**dict.fromkeys(_ALIASES, os.devnull), _ATB: _ATB_SOURCE}.items():
+            inputs = ["-x", "c", str(source), "-x", "none", "-Wl,--no-as-needed", str(main)]
+            _compile(compiler, inputs, draft / name)
         # A directory appears under its final name complete or not at all. If another process was first, its
         # libraries are as good as these.
         try:
@@ -85,8 +91,8 @@ def load(directory: Path) -> ctypes.CDLL:
     """Make the libraries the ones that torch_npu will find, and return the first."""
     try:
         main = ctypes.CDLL(str(directory / _MAIN), mode=ctypes.RTLD_GLOBAL)
-        for alias in _ALIASES:
-            ctypes.CDLL(str(directory / alias), mode=ctypes.RTLD_GLOBAL)
+        for name in (*_ALIASES, _ATB):
+            ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise EmulationError("load_failed", f"{error}; delete {directory} and try again") from error
     return main

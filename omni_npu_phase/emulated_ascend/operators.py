@@ -105,8 +105,15 @@ def _slice(inputs: Any, outputs: Any) -> None:
     _dense(outputs[0]).copy_(part)
 
 
+def _broadcast_to(inputs: Any, outputs: Any) -> None:
+    target = _dense(outputs[0])
+    target.copy_(_dense(inputs[0]).expand(target.shape))
+
+
 OPERATORS: dict[str, Callable[[Any, Any], None]] = {
     "Cast": _cast,
+    "Identity": _cast,
+    "BroadcastTo": _broadcast_to,
     "AsStrided": _as_strided,
     "ViewCopy": _view_copy,
     "Transpose": _transpose,

@@ -25,13 +25,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from omni_npu_phase.emulated_ascend import engine as emulated_engine
 from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE, PLATFORM_VARIABLE
 from omni_npu_phase.speech import observe
 from omni_npu_phase.speech.observe import Request, Row, Runner
 from omni_npu_phase.speech.prompts import Prompt
 
-Device = Literal["cpu", "cuda", "npu"]
+Device = Literal["cpu", "cuda", "npu", "emulated"]
+"""``emulated``: vLLM-Ascend on the emulated device, which is not tested on Ascend."""
 
+ON_HOST: frozenset[Device] = frozenset(["cpu", "emulated"])
+"""Devices whose kernels the host computes, in memory that all stages share."""
 LOG = "engine.log"
 TIMEOUT = 600.0
 """Seconds. A published model on a busy machine takes minutes to load."""
@@ -170,9 +174,10 @@ def environment(device: Device) -> Mapping[str, str]:
         MODE_VARIABLE: os.environ.get(MODE_VARIABLE) or "strict",
         PLATFORM_VARIABLE: "cpu" if device == "cpu" else "",
     }
-    if device == "cpu":
+    if device in ON_HOST:
         return {
             **common,
+            **(emulated_engine.ENVIRONMENT if device == "emulated" else {}),
             # vLLM's batch-invariant kernels are written in Triton, which CPU builds do not have.
             BATCH_INVARIANT_VARIABLE: "0",
             # One thread a process: how a sum is split must not depend on the cores that are there.

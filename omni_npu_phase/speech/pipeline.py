@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omni_npu_phase.speech.engine import Device, EngineSpec, Speech
+from omni_npu_phase.speech.engine import ON_HOST, Device, EngineSpec, Speech
 from omni_npu_phase.speech.prompts import Prompt
 
 
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
         stage_init_timeout=seconds,
         init_timeout=seconds,
         # Stages of one device otherwise wait for each other, so that each can measure what memory is left.
-        parallel_stage_init=spec.device == "cpu",
+        parallel_stage_init=spec.device in ON_HOST,
     )
     started = time.perf_counter() - began
     _say(doing="ready")
@@ -69,6 +69,9 @@ def main(folder: Path) -> None:
 def _check_device(device: Device) -> None:
     import torch
 
+    if device == "emulated":
+        # The platform's entry point brings the device, and says what is missing.
+        return
     if device == "npu":
         with suppress(ImportError):
             import torch_npu  # noqa: F401
@@ -126,12 +129,18 @@ def deploy(spec: EngineSpec, max_model_len: int, max_num_seqs: int = 1) -> dict[
         {"stage_id": 1, "max_num_seqs": max_num_seqs, "enforce_eager": True, "dtype": "float32"},
     ]
     made = {"base_config": str(Path(vllm_omni.deploy.__path__[0], "qwen3_tts.yaml")), "stages": stages}
-    if spec.device == "cpu":
+    # What the released file says of NPUs comes last, and there it switches graphs on again. Without chunked prefill
+    # vLLM-Ascend 0.30.0rc2 takes blocks of 128 for its cache, and of 16 for its tables unless the size is given.
+    on_npu = {"enforce_eager": True, "block_size": 128}
+    made["platforms"] = {"npu": {"stages": [{"stage_id": stage["stage_id"], **on_npu} for stage in stages]}}
+    if spec.device in ON_HOST:
         made["model_runner"] = "v1"
         for stage in stages:
             # Given, because vLLM would otherwise run the model to find out what is left of the machine.
             kv_bytes = _kv_bytes(spec.model, max_num_seqs * max_model_len)
-            stage.update(kv_cache_memory_bytes=kv_bytes, block_size=32, gpu_memory_utilization=0.1)
+            stage.update(kv_cache_memory_bytes=kv_bytes, gpu_memory_utilization=0.1)
+            if spec.device == "cpu":
+                stage["block_size"] = 32
         stages[1].update(max_num_batched_tokens=8192, max_model_len=8192)
     return made
 

@@ -19,6 +19,7 @@ SCHEMA = "omni-npu-phase/validate/2"
 AUDIO_TOLERANCE = 1e-3
 """Largest difference of two samples, of a full scale of 1: 60 dB below it. The codec adds up in another order when it
 gets frames in other groups, which was seen to make 3e-5; a wrong code makes more than 0.1."""
+EMULATED = "emulated, not tested on Ascend"
 AUDIBLE = 1e-3
 """Least standard deviation of audio that is not silence."""
 _PACKAGE = __name__.partition(".")[0]
@@ -229,6 +230,8 @@ class Report:
         """The verdict in a few lines."""
         reasons = self.reasons
         lines = [f"{self.verdict}: {_VERDICTS[self.verdict]}", *(f"- {reason}" for reason in reasons[:8])]
+        if self.runtime.get("device") == "emulated":
+            lines[0] += f"; {EMULATED}"
         if len(reasons) > 8:
             lines.append(f"- and {len(reasons) - 8} more")
         return "\n".join(lines)

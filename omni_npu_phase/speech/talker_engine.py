@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine core with vLLM-Omni's Qwen3-TTS talker, in this process and on the CPU platform, for tests.
+"""vLLM's engine core with vLLM-Omni's Qwen3-TTS talker, in this process, for tests.
 
-Everything is the released code, but for the platform's workers. :func:`prepare` must run before vLLM is imported.
+On the CPU platform everything is the released code, but for the platform's workers; on the emulated Ascend device, all
+of it is. :func:`prepare` must run before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from omni_npu_phase.emulated_ascend import engine as emulated_engine
 from omni_npu_phase.settings import PLATFORM_VARIABLE
 
 ARCHITECTURE = "Qwen3TTSTalkerForConditionalGeneration"
+_ENVIRONMENTS = {"cpu": {PLATFORM_VARIABLE: "cpu"}, "emulated": emulated_engine.ENVIRONMENT}
 _ENVIRONMENT = {
-    PLATFORM_VARIABLE: "cpu",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -26,9 +28,9 @@ _ENVIRONMENT = {
 }
 
 
-def prepare() -> None:
-    """Set this process's environment for an engine of its own."""
-    os.environ.update(_ENVIRONMENT)
+def prepare(device: str = "cpu") -> None:
+    """Set this process's environment for an engine of its own, on ``cpu`` or on the ``emulated`` Ascend device."""
+    os.environ.update(_ENVIRONMENT | _ENVIRONMENTS[device])
 
 
 class TalkerEngine:
@@ -39,8 +41,14 @@ class TalkerEngine:
         self.tokens: dict[str, list[int]] = {}
         self.prompt_lens: dict[str, int] = {}
 
-    def submit(self, request_id: str, text: str, *, speaker: str = "vivian", **sampling: Any) -> int:
-        """Queue one request, greedy unless ``sampling`` says otherwise; returns its prompt's length in tokens."""
+    def submit(
+        self, request_id: str, text: str, *, speaker: str = "vivian", with_embeds: bool = False, **sampling: Any
+    ) -> int:
+        """Queue one request, greedy unless ``sampling`` says otherwise; returns its prompt's length in tokens.
+
+        ``with_embeds``: the request brings prompt embeddings too, for whose rows the talker's hook has its own.
+        """
+        import torch
         from vllm import SamplingParams
         from vllm_omni.engine import OmniEngineCoreRequest
         from vllm_omni.engine.serialization import serialize_additional_information
@@ -48,7 +56,8 @@ class TalkerEngine:
         from omni_npu_phase.speech.prompts import Prompt
 
         prompt = Prompt(text, speaker, "english")
-        length = self.prompt_lens[request_id] = prompt.length(Path(self.core.vllm_config.model_config.model))
+        model = self.core.vllm_config.model_config
+        length = self.prompt_lens[request_id] = prompt.length(Path(model.model))
         settings = {"temperature": 0.0, "max_tokens": 6, "stop_token_ids": [2150], "detokenize": False, **sampling}
         message = OmniEngineCoreRequest(
             request_id=request_id,
@@ -60,6 +69,7 @@ class TalkerEngine:
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
+            prompt_embeds=torch.ones(length, model.get_hidden_size()) if with_embeds else None,
             additional_information=serialize_additional_information(prompt.information),
         )
         message.external_req_id = request_id
@@ -70,12 +80,16 @@ class TalkerEngine:
         self.tokens[request_id] = []
         return length
 
+    def step(self) -> None:
+        """Take one step, and note what came of an earlier one."""
+        outputs, _ = self.core.step_fn()
+        for output in outputs[0].outputs if outputs and 0 in outputs else []:
+            self.tokens[output.request_id] += output.new_token_ids
+
     def run(self) -> dict[str, list[int]]:
         """Step until every request has ended; returns ``tokens``."""
         while self.core.scheduler.has_unfinished_requests() or self.core.batch_queue:
-            outputs, _ = self.core.step_fn()
-            for output in outputs[0].outputs if outputs and 0 in outputs else []:
-                self.tokens[output.request_id] += output.new_token_ids
+            self.step()
         return self.tokens
 
 

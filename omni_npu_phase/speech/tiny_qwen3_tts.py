@@ -48,11 +48,12 @@ _LAST_CONVOLUTION = 0.0075
 _LAST_BIAS = 0.01
 
 
-def cached(seconds: float = 600) -> Path:
+def cached(seconds: float = 600, platform: str = "cpu") -> Path:
     """The checkpoint's folder, made on first use: in OMNI_NPU_PHASE_CACHE, or the user's cache folder.
 
     Raises RuntimeError with the reason where it cannot be made, within ``seconds``. The work is done in another
-    process, which needs vLLM-Omni on this package's CPU platform; the caller's process stays as it is.
+    process, which needs vLLM-Omni on ``platform``, as OMNI_NPU_PHASE_PLATFORM names it: where torch_npu is installed
+    and CANN is not, only ``emulated_ascend`` can be imported. The caller's process stays as it is.
     """
     # What it is made from is part of its name: another maker makes another checkpoint.
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
@@ -63,7 +64,7 @@ def cached(seconds: float = 600) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch, folder.name)
-            _make_elsewhere(made, seconds)
+            _make_elsewhere(made, seconds, platform)
             # Another process may have been faster, and made the same.
             with suppress(OSError):
                 made.rename(folder)
@@ -74,7 +75,7 @@ def cached(seconds: float = 600) -> Path:
     return folder
 
 
-def _make_elsewhere(folder: Path, seconds: float) -> None:
+def _make_elsewhere(folder: Path, seconds: float, platform: str) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(folder)],
@@ -83,7 +84,8 @@ def _make_elsewhere(folder: Path, seconds: float) -> None:
             errors="replace",
             check=False,
             timeout=seconds,
-            env={**os.environ, PLATFORM_VARIABLE: "cpu"},
+            # One platform only: vLLM-Ascend, where it is installed, would offer a second.
+            env={**os.environ, PLATFORM_VARIABLE: platform, "VLLM_PLUGINS": f"omni_npu_phase_{platform}"},
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"the tiny checkpoint was not made in {seconds:g} s, the timeout") from None

