@@ -17,7 +17,7 @@ TRACE_HOOKS_VARIABLE = "OMNI_NPU_PHASE_TRACE_HOOKS"
 OBSERVE_VARIABLE = "OMNI_NPU_PHASE_OBSERVE"
 """Folder into which ``validate`` has an engine's talker recorded; set by ``validate`` alone."""
 PLATFORM_VARIABLE = "OMNI_NPU_PHASE_PLATFORM"
-"""``cpu`` to run vLLM-Omni on the CPU platform of this package, ``emulated_ascend`` to run vLLM-Ascend on its device."""
+"""``cpu`` for this package's CPU platform, ``emulated_ascend`` for vLLM-Ascend on this package's emulated device."""
 CACHE_VARIABLE = "OMNI_NPU_PHASE_CACHE"
 """Folder for what is made once: the tiny checkpoint, the emulated device's libraries."""
 

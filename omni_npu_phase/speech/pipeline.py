@@ -128,7 +128,7 @@ def deploy(spec: EngineSpec, max_model_len: int, max_num_seqs: int = 1) -> dict[
         },
         {"stage_id": 1, "max_num_seqs": max_num_seqs, "enforce_eager": True, "dtype": "float32"},
     ]
-    made = {"base_config": str(Path(vllm_omni.deploy.__path__[0], "qwen3_tts.yaml")), "stages": stages}
+    made: dict[str, Any] = {"base_config": str(Path(vllm_omni.deploy.__path__[0], "qwen3_tts.yaml")), "stages": stages}
     # What the released file says of NPUs comes last, and there it switches graphs on again. Without chunked prefill
     # vLLM-Ascend 0.30.0rc2 takes blocks of 128 for its cache, and of 16 for its tables unless the size is given.
     on_npu = {"enforce_eager": True, "block_size": 128}
