@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omni_npu_phase import contract
+from omni_npu_phase.contract import Row
 from omni_npu_phase.lint import operations
 from omni_npu_phase.lint.effects import touches
-from omni_npu_phase.lint.observed import Event, Observed, Outcome, Row, Test
+from omni_npu_phase.lint.observed import Event, Observed, Outcome, Test
 from omni_npu_phase.lint.source import Method, Model, Source, UnreadableError
 from omni_npu_phase.lint.values import UNKNOWN, Callee, Key, Place, Value, concrete, derived, entries, joined, truth
 

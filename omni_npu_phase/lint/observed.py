@@ -5,31 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from omni_npu_phase import contract
+from omni_npu_phase.contract import Row
 from omni_npu_phase.lint.values import Key, Place, Value
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of a step as the runner schedules it."""
-
-    prompt_len: int
-    num_computed: int
-    span: int
-
-    @property
-    def prefill(self) -> bool:
-        return contract.is_prefill(self.prompt_len, self.num_computed)
-
-    @property
-    def fields(self) -> dict[str, int | bool]:
-        return dict(zip(contract.FIELDS, (self.prompt_len, self.num_computed, self.prefill), strict=True))
-
 
 CHUNK, MIDDLE, LAST, CROSSING, WHOLE = Row(9, 0, 4), Row(9, 4, 4), Row(9, 5, 4), Row(9, 4, 8), Row(9, 0, 9)
 TAIL, DECODE, LONG_DECODE = Row(9, 8, 1), Row(9, 9, 1), Row(9, 9, 2)
 ROWS = (CHUNK, MIDDLE, LAST, CROSSING, WHOLE, TAIL, DECODE, LONG_DECODE)
-
 
 Outcome = bool | int | str | None
 """What a test gives: for a choice among several things the name or number chosen; None where it is unknown."""
