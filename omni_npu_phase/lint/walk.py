@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 from omni_npu_phase.lint import operations
@@ -18,7 +19,7 @@ from omni_npu_phase.lint.calls import Calls, Flow
 from omni_npu_phase.lint.effects import touches
 from omni_npu_phase.lint.expressions import Frame
 from omni_npu_phase.lint.source import Method
-from omni_npu_phase.lint.values import UNKNOWN, Callee, Place, Value, concrete, derived, entries, joined, truth
+from omni_npu_phase.lint.values import UNKNOWN, Callee, Key, Place, Value, concrete, derived, entries, joined, truth
 
 _ENTRIES = 16
 """A loop over more is walked once, for any of them."""
@@ -99,10 +100,9 @@ class Walk(Calls):
             test = self._eval(node.test, frame)
             outcome = truth(test)
             key = self._tested(node, test, outcome, frame, (False, touches(node.body)))
-            under, self.under = self.under, self.under | key
-            if outcome is not False:
-                self._maybe([lambda: self._block(node.body, frame)], frame)
-            self.under = self.under if _returns(node) else under
+            with self._by(node, key):
+                if outcome is not False:
+                    self._maybe([lambda: self._block(node.body, frame)], frame)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 value = self._eval(item.context_expr, frame)
@@ -110,9 +110,11 @@ class Walk(Calls):
                     self._assign(item.optional_vars, value, frame)
             return self._block(node.body, frame)
         elif type(node).__name__ in ("Try", "TryStar"):
-            return self._try(cast(ast.Try, node), frame)
+            with self._by(node):
+                return self._try(cast(ast.Try, node), frame)
         elif isinstance(node, ast.Match):
-            return self._match(node, frame)
+            with self._by(node):
+                return self._match(node, frame)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             frame.env[node.name] = Value(const=Callee(frame.source, node, frame.owner, None, frame))
         elif isinstance(node, ast.Assert):
@@ -140,14 +142,22 @@ class Walk(Calls):
         outcome = truth(test)
         leaves = isinstance(node.body[-1], (ast.Return, ast.Continue))
         key = self._tested(node, test, outcome, frame, (touches(node.orelse) or leaves, touches(node.body)))
-        under, self.under = self.under, self.under | key
-        if outcome is not None:
-            flow = self._block(node.body if outcome else node.orelse, frame)
-            self.under = self.under if _returns(node) else under
-            return flow
-        flows = self._maybe([lambda: self._block(node.body, frame), lambda: self._block(node.orelse, frame)], frame)
-        self.under = self.under if _returns(node) else under
-        return _joined_flow(flows)
+        with self._by(node, key):
+            if outcome is not None:
+                return self._block(node.body if outcome else node.orelse, frame)
+            ways = [lambda: self._block(node.body, frame), lambda: self._block(node.orelse, frame)]
+            return _joined_flow(self._maybe(ways, frame))
+
+    @contextmanager
+    def _by(self, node: ast.stmt, tests: frozenset[Key] = frozenset()) -> Iterator[None]:
+        """What is made in the block is made under these tests, and what follows a statement that may return too."""
+        before = self.under
+        self.under |= tests
+        try:
+            yield
+        finally:
+            if not _returns(node):
+                self.under = before
 
     def _maybe(self, ways: Sequence[Callable[[], Flow]], frame: Frame) -> list[Flow]:
         """Walk each way from here; afterwards a variable is what any way that goes on has made of it."""
@@ -196,14 +206,13 @@ class Walk(Calls):
 
         over_state = Value(state=over.state, keys=over.keys)
         key = self._tested(node, over_state, None, frame, (False, touches(node.body)))
-        under, self.under = self.under, self.under | key
-        self._maybe([once], frame)
-        self.under = self.under if _returns(node) else under
+        with self._by(node, key):
+            self._maybe([once], frame)
         return self._block(node.orelse, frame)
 
     def _try(self, node: ast.Try, frame: Frame) -> Flow:
         before, known = dict(frame.env), self.asked
-        unsure, under = self.unsure, self.under
+        unsure = self.unsure
         acts = touches(node.body), any(touches(handler.body) for handler in node.handlers)
 
         def tested(outcome: bool | None) -> None:
@@ -236,14 +245,12 @@ class Walk(Calls):
             frame.env, self.unsure = before, unsure
             tested(False)
             flow = handlers()
-        self.under = self.under if _returns(node) else under
         last = self._block(node.finalbody, frame)
         return last if last != "next" else flow
 
     def _match(self, node: ast.Match, frame: Frame) -> Flow:
         subject = self._eval(node.subject, frame)
         flows: list[Flow] = []
-        under = self.under
         for case in node.cases:
             outcome = self._matches(case.pattern, subject, frame)
             if case.guard is not None and outcome is not False:
@@ -261,7 +268,6 @@ class Walk(Calls):
             flows += self._maybe([functools.partial(self._block, body, frame)], frame)
         else:
             flows.append("next")
-        self.under = self.under if _returns(node) else under
         return _joined_flow(flows)
 
     def _matches(self, pattern: ast.pattern, subject: Value, frame: Frame) -> bool | None:
