@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omni_npu_phase.tracing.recorder import Recorder
 
-OBSERVER = "_omni_npu_phase_trace"
-"""Where a runner keeps its observer."""
-
 
 def record(runner: Any, path: str | os.PathLike[str], *, hooks: bool = False) -> Recorder:
     """Record a V1 runner, or a model state of Model Runner V2, into a new file in the folder ``path``.

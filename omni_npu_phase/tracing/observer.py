@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from omni_npu_phase import __version__, tracing
+from omni_npu_phase import __version__
 from omni_npu_phase.contract import FIELDS
 from omni_npu_phase.releases import v2
 from omni_npu_phase.settings import TRACE_HOOKS_VARIABLE, trace_folder
@@ -27,6 +27,9 @@ from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
 from omni_npu_phase.tracing import schema
 from omni_npu_phase.tracing.recorder import Observed, Recorder
 from omni_npu_phase.tracing.schema import Header
+
+OBSERVER = "_omni_npu_phase_trace"
+"""Where a runner keeps its observer."""
 
 # vLLM shows what is logged under its own name.
 logger = logging.getLogger("vllm.omni_npu_phase")
@@ -38,14 +41,14 @@ _ROW, _OFFSET = itemgetter(0), itemgetter(1)
 
 def attach(runner: Any, folder: Path, *, hooks: bool = False) -> Recorder:
     """Watch a runner, or a V2 model state, from its next step on; one that is watched already stays with its file."""
-    known: _Observer | None = runner.__dict__.get(tracing.OBSERVER)
+    known: _Observer | None = runner.__dict__.get(OBSERVER)
     if known is not None:
         if not known.recorder.stopped:
             return known.recorder
         known.detach()
     kind = _StateObserver if v2.is_model_state(type(runner)) else _RunnerObserver
     observer: _Observer = kind(runner, folder, hooks=hooks)
-    runner.__dict__[tracing.OBSERVER] = observer
+    runner.__dict__[OBSERVER] = observer
     return observer.recorder
 
 

@@ -108,13 +108,14 @@ def test_the_hooks_are_in_their_decode_state(mixed: type, updates: Any) -> None:
 # A step of more operations is noticed.
 
 
-def _one_by_one(helper: Any, dest: torch.Tensor, source: torch.Tensor) -> None:
-    for index in range(source.shape[0]):
-        dest[index].copy_(source[index])
+def _one_by_one(helper: Any, dests: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for dest, source in zip(dests, sources, strict=True):
+        for index in range(source.shape[0]):
+            dest[index].copy_(source[index])
 
 
 def test_row_copies_are_caught(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BufferHelper, "copy", _one_by_one)
+    monkeypatch.setattr(CpuBufferHelper, "copy_all", _one_by_one)
     for hook in ("batched", "scalar"):
         assert _work(count_step(mixed, _case(64, hook, "qwen3-tts"))) > 64 + 64 + 5
 

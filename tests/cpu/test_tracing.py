@@ -227,7 +227,7 @@ def test_recording_ends_and_begins_again(mixed: type, tmp_path: Path) -> None:
     second.close()
     assert first.path != second.path
     assert [len(list(trace.steps())) for trace in schema.find(tmp_path)] == [1, 1]
-    vars(bench.runner)[tracing.OBSERVER].detach()
+    vars(bench.runner)[observer.OBSERVER].detach()
     assert not {"_preprocess", "_talker_mtp_forward"} & set(vars(bench.runner))
     assert {name: value for name, value in vars(bench.model).items() if callable(value)} == hooks
 
@@ -1074,7 +1074,7 @@ def test_the_plugin_watches_every_runner(
         patch.setattr(released, "__init__", lambda self: None)
         observer.watch_instances(released)
         runner = Derived()
-    assert isinstance(vars(runner)[tracing.OBSERVER], observer._RunnerObserver)
+    assert isinstance(vars(runner)[observer.OBSERVER], observer._RunnerObserver)
     plugin.uninstall()
     assert vars(released)["__init__"] is before
 
