@@ -51,11 +51,10 @@ class DeviceOption(str, Enum):
 class FormatOption(str, Enum):
     table = "table"
     json = "json"
-    junit = "junit"
     markdown = "markdown"
 
 
-_FORMATS = {".json": FormatOption.json, ".xml": FormatOption.junit, ".md": FormatOption.markdown}
+_FORMATS = {".json": FormatOption.json, ".md": FormatOption.markdown}
 
 
 def verify(
@@ -94,7 +93,7 @@ def verify(
     ] = None,
     also: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Write it here too, as its suffix says (.json, .xml, .md); may be repeated."),
+        typer.Option(metavar="FILE", help="Write it here too, as its suffix says (.json, .md); may be repeated."),
     ] = None,
 ) -> None:
     """Run the contract's scenarios on a real runner class and judge every clause.
@@ -151,7 +150,6 @@ def verify(
             console.stop(str(error))
     writers = {
         FormatOption.json: report.to_json,
-        FormatOption.junit: report.to_junit,
         FormatOption.markdown: report.to_markdown,
     }
     if report_format is FormatOption.table:

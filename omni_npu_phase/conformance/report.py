@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts and reports: one entry per mode and clause, as JSON, JUnit XML, markdown, or rows for a table."""
+"""Verdicts and reports: one entry per mode and clause, as JSON, markdown, or rows for a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from xml.etree import ElementTree
 
 from omni_npu_phase.contract import CLAUSES, Clause
 
@@ -100,30 +99,6 @@ class Report:
             "parity": None if self.parity is None else asdict(self.parity),
         }
         return json.dumps(document, indent=2) + "\n"
-
-    def to_junit(self) -> str:
-        suites = ElementTree.Element("testsuites", name="omni-npu-phase")
-        for mode in self.modes:
-            own = self.of(mode)
-            suite = ElementTree.SubElement(
-                suites,
-                "testsuite",
-                name=mode,
-                tests=str(len(own)),
-                failures=str(sum(result.status == "fail" for result in own)),
-                errors=str(sum(result.status == "error" for result in own)),
-                skipped=str(sum(result.status in ("xfail", "not_applicable") for result in own)),
-            )
-            properties = ElementTree.SubElement(suite, "properties")
-            for name, value in _flat(self.runtime):
-                ElementTree.SubElement(properties, "property", name=name, value=value)
-            for result in own:
-                case = ElementTree.SubElement(suite, "testcase", classname=f"{mode}.{result.tier}", name=result.id)
-                kind = {"fail": "failure", "error": "error"}.get(result.status, "skipped")
-                if result.status != "pass":
-                    ElementTree.SubElement(case, kind, message=result.detail or result.status)
-        ElementTree.indent(suites)
-        return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
     def to_markdown(self) -> str:
         lines = ["# Phase contract", "", *(f"- {name}: {value}" for name, value in _flat(self.runtime))]
