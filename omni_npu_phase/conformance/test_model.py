@@ -34,7 +34,7 @@ def test_model(case: str, request_name: str, kit: Kit, record: Record) -> None:
     """A case of the model kit, for one request."""
     _note(case, request_name, kit, record)
     try:
-        seen = first_seen(CASES[case].check(kit.bench, request_name))
+        seen = first_seen(CASES[case].findings(kit.bench, request_name))
     except NotShownError as reason:
         pytest.skip(str(reason))
     except SetupError as reason:
@@ -89,7 +89,7 @@ def test_expected_failure(listed: str, kit: Kit) -> None:
     seen = []
     for request_name in kit.request_names:
         with contextlib.suppress(NotShownError):
-            seen.append(first_seen(CASES[listed].check(kit.bench, request_name)))
+            seen.append(first_seen(CASES[listed].findings(kit.bench, request_name)))
     if not any(seen):
         pytest.fail(
             f"{listed} holds for all {len(seen)} requests that show it; take it off the expected failures "

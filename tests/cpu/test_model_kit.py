@@ -33,13 +33,35 @@ def _noticed(subject: ModelUnderTest, runner: type) -> dict[str, str]:
     found = {}
     for case in CASES.values():
         for request in subject.requests:
-            if seen := first_seen(case.check(make, request)):
+            if seen := first_seen(case.findings(make, request)):
                 found.setdefault(case.id, seen)
     return found
 
 
 def test_a_right_model_passes(mixed: type) -> None:
     assert _noticed(under_test(), mixed) == {}
+
+
+def test_a_model_with_slots_that_finished_requests_free_passes(mixed: type) -> None:
+    class Slots(ToyTalker):
+        """State by request id, in as many slots as an engine serves at a time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.slots: dict[str, int] = {}
+
+        def preprocess(self, input_ids: torch.Tensor, input_embeds: object, **info: object) -> object:
+            self.slots.setdefault(str(info["request_id"]), len(self.slots))
+            assert len(self.slots) <= 16
+            return super().preprocess(input_ids, input_embeds, **info)
+
+        def on_requests_finished(self, finished_req_ids: set[str]) -> None:
+            for request_id in finished_req_ids:
+                self.slots.pop(request_id, None)
+
+    subject = replace(under_test(), model=Slots())
+    assert _noticed(subject, mixed) == {}
+    assert subject.model.slots == {}
 
 
 @pytest.mark.parametrize("wrong", WRONG_MODELS, ids=lambda wrong: wrong.cls.__name__)

@@ -127,6 +127,21 @@ class RemembersTheLastRow(ToyTalker):
         return super().preprocess(input_ids, input_embeds, **info)
 
 
+class LatchesById(ToyTalker):
+    """What a request's first chunk was is remembered for good, by its id: later chunks begin where that one did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, int] = {}
+
+    def preprocess(self, input_ids: torch.Tensor, input_embeds: Any, **info: Any) -> Any:
+        if info[IS_PREFILL]:
+            ended = self.first.setdefault(info["request_id"], info[NUM_COMPUTED] + len(input_ids))
+            info[IS_PREFILL] = info[NUM_COMPUTED] < ended
+            info.setdefault("talker", {"hidden": torch.zeros(1, self.mtp_hidden_size)})
+        return super().preprocess(input_ids, input_embeds, **info)
+
+
 class ReturnsTheFields(ToyTalker):
     """The scalar hook hands the runner's fields back."""
 
@@ -188,6 +203,7 @@ WRONG_MODELS = (
     _wrong(BatchStoresMore, "batched"),
     _wrong(MixesRows, "batched", "company"),
     _wrong(RemembersTheLastRow, "cached", "company"),
+    _wrong(LatchesById, "tail", "chunks", "company", "mtp-inputs"),
     _wrong(ReturnsTheFields, "owned-fields"),
     _wrong(ChangesTheFields, "owned-fields"),
     _wrong(OffersInputsForThePrompt, "mtp-inputs"),

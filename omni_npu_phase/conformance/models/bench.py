@@ -24,6 +24,8 @@ from omni_npu_phase.conformance.scenarios import Row, SetupError, Step, Variant,
 from omni_npu_phase.step.mtp import output_key
 from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
 
+_NUMBERS = count()
+
 
 @dataclass(slots=True)
 class Seen:
@@ -58,7 +60,6 @@ class ModelBench(Bench):
         self.subject, model = subject, subject.model
         self.batched = batched and callable(getattr(model, BATCHED_HOOK, None))
         self.names: dict[str, str] = {}
-        self._numbers = count()
         has_mtp = callable(getattr(model, "talker_mtp", None))
         longest = max(len(request.prompt) + len(request.outputs) for request in subject.requests.values())
         sizes = Sizes(
@@ -71,10 +72,21 @@ class ModelBench(Bench):
         super().__init__(cls, model, variant, torch.device(subject.device), sizes)
 
     def arrive(self, name: str) -> str:
-        """The id of a new request like the one of this name."""
-        request_id = f"{name}-{next(self._numbers)}"
+        """The id of a new request like the one of this name. No other of this process has it, as in an engine."""
+        request_id = f"{name}-{next(_NUMBERS)}"
         self.names[request_id] = name
         return request_id
+
+    def finish(self, *request_ids: str) -> None:
+        """Finish these requests, or all: the model is told first, then the runner forgets them, as the released one."""
+        finished = set(request_ids or self.names)
+        if finished and hasattr(self.model, "on_requests_finished"):
+            self.model.on_requests_finished(finished)
+        for request_id in finished:
+            del self.names[request_id]
+            self.runner.input_batch.remove_request(request_id)
+            self.runner.requests.pop(request_id, None)
+            self.runner.model_intermediate_buffer.pop(request_id, None)
 
     def prompt_len(self, request_id: str) -> int:
         return len(self.subject.requests[self.names[request_id]].prompt)

@@ -38,6 +38,20 @@ class ModelCase:
     sentence: str
     check: Callable[[MakeBench, str], Iterator[str]]
 
+    def findings(self, make: MakeBench, request: str) -> Iterator[str]:
+        """What was wrong with a request. What was asked of the model is finished behind it, as an engine would."""
+        made: list[ModelBench] = []
+
+        def tracked(**how: bool) -> ModelBench:
+            made.append(make(**how))
+            return made[-1]
+
+        try:
+            yield from self.check(tracked, request)
+        finally:
+            for bench in made:
+                bench.finish()
+
 
 # Driving.
 
@@ -177,6 +191,7 @@ def in_chunks(make: MakeBench, name: str, *cuts: Chunks) -> Iterator[str]:
         told += _same_decode(first, wanted, tolerance)
         if told:
             yield f"in chunks of {', '.join(map(str, chunks))}: {told[0]}"
+        bench.finish(request)
 
 
 def _cached(make: MakeBench, name: str) -> Iterator[str]:
