@@ -13,7 +13,6 @@ import torch
 from omni_npu_phase.bench import models
 from omni_npu_phase.bench.counts import Counts, count_step
 from omni_npu_phase.bench.steps import Case, Steps, engineless
-from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.cpu import CpuBufferHelper
 from omni_npu_phase.conformance.scenarios import Step
 from omni_npu_phase.contract import MTP_INPUTS, ContractError
