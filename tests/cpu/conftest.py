@@ -93,18 +93,26 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def talker(traces: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the process of ``talker`` makes checkpoints."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def talker(traces: dict[str, Path], checkpoints: Path) -> dict[str, dict[str, Any]]:
     """What the tiny talker did in each case of ``talker_runs``; for tests of the group "talker"."""
     from omni_npu_phase.settings import MODE_VARIABLE
     from omni_npu_phase.speech import tiny_qwen3_tts
 
     from .talker_runs import CASES, OFF, talker_runs
 
-    def run(cases: Mapping[str, dict[str, Any]], **environment: str) -> dict[str, dict[str, Any]]:
+    def run(
+        cases: Mapping[str, dict[str, Any]], folder: Path | None = None, **environment: str
+    ) -> dict[str, dict[str, Any]]:
         asked = [{**case, "trace": str(traces[name]) if name in traces else None} for name, case in cases.items()]
-        return dict(zip(cases, talker_runs(tiny_qwen3_tts.cached(), asked, **environment), strict=True))
+        return dict(zip(cases, talker_runs(tiny_qwen3_tts.cached(), asked, folder, **environment), strict=True))
 
-    return run(CASES) | run({"off": OFF, "off, traced": OFF}, **{MODE_VARIABLE: "off"})
+    return run(CASES, checkpoints) | run({"off": OFF, "off, traced": OFF}, **{MODE_VARIABLE: "off"})
 
 
 @pytest.fixture(scope="session")

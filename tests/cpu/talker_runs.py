@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of the talker alone, one after the other in a process of their own: the platform is chosen once a process.
 
-``python talker_runs.py MODEL`` reads cases from standard input and writes what the model saw to standard output.
+``python talker_runs.py MODEL [FOLDER]`` reads cases from standard input and writes what the model saw to standard
+output. With FOLDER it makes two checkpoints there: ``again`` as MODEL was made, ``other`` with another seed.
 """
 
 from __future__ import annotations
@@ -50,14 +51,16 @@ OFF = {"texts": TEXTS, "budget": 7}
 """And engines with ``OMNI_NPU_PHASE=off``."""
 
 
-def talker_runs(model: Path, cases: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
+def talker_runs(
+    model: Path, cases: list[dict[str, Any]], folder: Path | None = None, **environment: str
+) -> list[dict[str, Any]]:
     """Run each case: ``texts`` by request, and keywords of ``talker_engine``; ``sampling`` is for every request.
 
     With ``trace``, a folder, a case writes traces there; no case that writes none may come after it. Returns for each:
     ``tokens``, ``prompt_lens``, and ``ranks`` and ``runners``, what each process with a talker saw.
     """
     done = subprocess.run(
-        [sys.executable, __file__, str(model)],
+        [sys.executable, __file__, str(model), *([] if folder is None else [str(folder)])],
         input=json.dumps(cases),
         capture_output=True,
         text=True,
@@ -68,14 +71,17 @@ def talker_runs(model: Path, cases: list[dict[str, Any]], **environment: str) ->
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
 
 
-def main(model: Path) -> None:
+def main(model: Path, folder: Path | None = None) -> None:
     from omni_npu_phase import plugin
-    from omni_npu_phase.speech import observe
+    from omni_npu_phase.speech import observe, tiny_qwen3_tts
     from omni_npu_phase.speech.talker_engine import prepare, talker_engine
 
     prepare()
     import vllm_omni  # noqa: F401
 
+    if folder is not None:
+        tiny_qwen3_tts.make(folder / "again")
+        tiny_qwen3_tts.make(folder / "other", seed=1)
     # At an engine's end vLLM looks through all objects for garbage: a second each time, with what was imported.
     gc.freeze()
     gc.unfreeze = lambda: None
@@ -98,4 +104,4 @@ def main(model: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -140,6 +140,6 @@ def test_a_trace_is_what_the_engine_did(
             schema.BATCHED if each["hook"] == BATCHED_HOOK else schema.SCALAR for each in rank
         ]
         assert [each.seen_by_mtp for each in rows] == [each["codes"] is not None for each in rank]
-        assert any(each.tail for each in rows)
+        assert any(each.lengths.tail for each in rows)
     if len(written) == 2:
         assert CliRunner().invoke(app, ["trace", "compare", str(traces[name])]).exit_code == 0

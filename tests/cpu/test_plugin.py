@@ -71,6 +71,12 @@ def _names(kind: str) -> dict[str, type]:
     }
 
 
+def _is_before(mixin: type, released: type, made: type) -> bool:
+    """Whether ``made`` is the mixin, with its own bases, and then the released class."""
+    expected = (*mixin.__mro__[:-1], released)
+    return made.__mro__[1 : 1 + len(expected)] == expected
+
+
 @pytest.mark.usefixtures("taken_back")
 @pytest.mark.parametrize("kind", KINDS)
 def test_installed_and_taken_back(kind: str) -> None:
@@ -79,8 +85,7 @@ def test_installed_and_taken_back(kind: str) -> None:
     plugin.install()
     phased = _names(kind)
     assert len(set(phased.values())) == 1
-    mro = phased["global"].__mro__
-    assert mro[1:3] == (PhaseRoutingMixin, released["global"])
+    assert _is_before(PhaseRoutingMixin, released["global"], phased["global"])
 
     plugin.install()
     assert _names(kind) == phased
@@ -101,7 +106,7 @@ def test_model_runner_v2() -> None:
 
     released = omni_model_state.OmniModelState
     plugin.install()
-    assert omni_model_state.OmniModelState.__mro__[1:3] == (PhaseStateMixin, released)
+    assert _is_before(PhaseStateMixin, released, omni_model_state.OmniModelState)
     plugin.uninstall()
     assert omni_model_state.OmniModelState is released
 
@@ -159,7 +164,7 @@ def test_a_platform_may_ask_for_its_own_class(released: type) -> None:
         pass
 
     phased = plugin.phase_runner(Derived)
-    assert phased.__mro__[1:3] == (PhaseRoutingMixin, Derived)
+    assert _is_before(PhaseRoutingMixin, Derived, phased)
     assert plugin.phase_runner(Derived) is phased
     assert plugin.phase_runner(phased) is phased
 
@@ -182,7 +187,7 @@ class TestForeign:
 
         monkeypatch.setattr(_worker("ar"), "GPUARModelRunner", Another)
         plugin.install()
-        assert _worker("ar").GPUARModelRunner.__mro__[1:3] == (PhaseRoutingMixin, Another)
+        assert _is_before(PhaseRoutingMixin, Another, _worker("ar").GPUARModelRunner)
         plugin.uninstall()
         assert _worker("ar").GPUARModelRunner is Another
 
@@ -391,7 +396,7 @@ def test_it_takes_no_platform_over_unless_asked(metadata: Path, monkeypatch: pyt
     distribution = next(iter(importlib.metadata.distributions(name="omni-npu-phase", path=[str(metadata)])))
     platforms = [entry for entry in distribution.entry_points if entry.group.endswith(".platform_plugins")]
     assert {entry.group for entry in platforms} == {"vllm.platform_plugins", "vllm_omni.platform_plugins"}
-    assert [entry.load()() for entry in platforms] == [None, None]
+    assert {entry.load()() for entry in platforms} == {None}
 
 
 LOGGED = "import logging; logging.basicConfig(level='INFO'); from omni_npu_phase import plugin; plugin.install()"
@@ -418,10 +423,9 @@ def _fake_release(folder: Path, runner_source: str | None) -> Path:
     [
         (None, "none of the modules that define its runners: an unknown release, or half-installed"),
         ("", "vllm_omni.worker.gpu_ar_model_runner has no class GPUARModelRunner"),
-        ("class GPUARModelRunner: pass", "no method _talker_mtp_forward"),
-        ("class GPUARModelRunner: _preprocess = 1", "no method _preprocess"),
+        ("class GPUARModelRunner: _preprocess = 1", "no method _preprocess; no method _talker_mtp_forward"),
     ],
-    ids=["half-installed", "no class", "unknown release", "no method"],
+    ids=["half-installed", "no class", "unknown release"],
 )
 def test_what_is_not_known_stays_and_is_named(source: str | None, reason: str, python: Python, tmp_path: Path) -> None:
     """With ``on`` it stays, the module with its own loader; with ``strict`` it is an error."""
