@@ -214,6 +214,10 @@ def _changes(case: Case, device: Any, staged: list[int]) -> list[tuple[Any, str,
         (torch.Tensor, "tolist", _checked(torch.Tensor.tolist, device)),
         (PinnedStaging, "upload", _counted(PinnedStaging.upload, staged)),
     ]
+    if case.with_embeds:
+        from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+
+        changes.append((OmniGPUModelRunner, "_update_states", _with_embeds(OmniGPUModelRunner._update_states)))
     if case.mutant == "span":
         from omni_npu_phase.step import v1
 
@@ -243,6 +247,17 @@ def _counted(released: Callable[..., Any], staged: list[int]) -> Callable[..., A
         released(self, dest, source)
 
     return upload
+
+
+def _with_embeds(released: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM-Omni has a method that keeps a request's prompt embeddings for its overlay; 0.30 calls it nowhere."""
+
+    def update_states(self: Any, scheduler_output: Any) -> Any:
+        result = released(self, scheduler_output)
+        self._decode_and_store_request_payloads(scheduler_output)
+        return result
+
+    return update_states
 
 
 def _by_span(released: Callable[..., Any]) -> Callable[..., Any]:
