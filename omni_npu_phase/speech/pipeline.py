@@ -53,6 +53,8 @@ def main(folder: Path) -> None:
         # Stages of one device otherwise wait for each other, so that each can measure what memory is left.
         parallel_stage_init=spec.device in ON_HOST,
     )
+    # vLLM-Omni 0.24 closes the engine when its first generator ends; it is the parent who ends this one.
+    engine.close = lambda: None
     started = time.perf_counter() - began
     _say(doing="ready")
     speeches = []

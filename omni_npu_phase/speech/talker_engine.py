@@ -58,6 +58,8 @@ class TalkerEngine:
         prompt = Prompt(text, speaker, "english")
         model = self.core.vllm_config.model_config
         length = self.prompt_lens[request_id] = prompt.length(Path(model.model))
+        # Other values in each request.
+        embeds = torch.full((length, model.get_hidden_size()), float(len(self.prompt_lens)))
         settings = {"temperature": 0.0, "max_tokens": 6, "stop_token_ids": [2150], "detokenize": False, **sampling}
         message = OmniEngineCoreRequest(
             request_id=request_id,
@@ -69,7 +71,7 @@ class TalkerEngine:
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
-            prompt_embeds=torch.ones(length, model.get_hidden_size()) if with_embeds else None,
+            prompt_embeds=embeds if with_embeds else None,
             additional_information=serialize_additional_information(prompt.information),
         )
         message.external_req_id = request_id

@@ -306,9 +306,14 @@ def test_kernels_compute_what_the_cpu_computes(npu: Device) -> None:
             x.scatter(0, i[None], 1.0), x.index_select(0, i), x.clamp(-1, 1).div(3).half().float(), x[1:, ::2].t(),
             torch.arange(3, device=x.device), torch.full((2,), 3, device=x.device), x.topk(2)[0], x.cumsum(0),
             x.repeat(2, 1), torch.zeros(2, device=x.device), torch.ones_like(x), x.eq(x[0]), x.index_add(0, i, x[:3]),
+            functional.conv1d(x[None], x[None, :, :2]),
+            functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], is_causal=True),
         ]  # fmt: skip
 
-    for ours, theirs in zip(forward(values.to("npu"), index.to("npu")), forward(values, index), strict=True):
+    # Outside it torch_npu answers for attention before a kernel is asked for.
+    with torch.inference_mode():
+        results = list(zip(forward(values.to("npu"), index.to("npu")), forward(values, index), strict=True))
+    for ours, theirs in results:
         assert ours.device.type == "npu"
         torch.testing.assert_close(ours.cpu(), theirs)
 
@@ -696,17 +701,13 @@ def test_allocations_are_counted_where_cann_makes_them(npu: Device) -> None:
 # ---- what is not modelled -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "special_airy_ai", "convolution", "lstm"])
+@pytest.mark.parametrize("name", ["special_airy_ai", "lstm"])
 def test_an_operator_outside_the_tables_is_named(name: str, npu: Device) -> None:
     import torch
 
     tensor = torch.zeros(1, 1, 4, 8, device="npu")
     acts: dict[str, Callable[[], Any]] = {
-        "scaled_dot_product_attention": lambda: torch.nn.functional.scaled_dot_product_attention(
-            tensor, tensor, tensor
-        ),
         "special_airy_ai": lambda: torch.special.airy_ai(tensor),
-        "convolution": lambda: torch.nn.functional.conv1d(tensor[0], torch.zeros(1, 1, 3, device="npu")),
         "lstm": lambda: torch.nn.LSTM(8, 8).to("npu")(tensor[0]),
     }
     with torch.no_grad(), pytest.raises(NotImplementedError, match=name):
@@ -736,13 +737,6 @@ def test_a_cann_function_outside_the_model_is_named_where_torch_npu_does_not_loo
     with pytest.raises(EmulationError, match="aclrtProcessReport"):
         torch.zeros(1, device="npu")
     npu.raise_faults()
-
-
-def test_graph_capture_fails(npu: Device) -> None:
-    import torch
-
-    with _on(torch.npu.Stream()), pytest.raises(RuntimeError, match="aclmdlRICaptureBegin"):
-        torch.npu.NPUGraph().capture_begin()
 
 
 def test_a_cann_operator_without_kernel_is_named(npu: Device) -> None:
