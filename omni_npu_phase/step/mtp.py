@@ -92,7 +92,7 @@ class TalkerMtp:
             mode, padded = runtime.eager(), count
         with runtime.forward_context(runner.vllm_config, mode, descriptor), self._replays_undrawn(call, generators):
             raw = runner.talker_mtp(*(buffer[:padded] for buffer in self.inputs), **keywords)
-        new_embeds, codes = results.mtp_result(call, raw)
+        new_embeds, codes = results.mtp_result(call, raw, exact=list(offsets) != list(range(count)))
         helper.put(call.embeds, helper.rows(offsets), new_embeds)
         if codes is not None:
             self._store_codes(call, codes)

@@ -666,19 +666,19 @@ def _infos_of_others(original: Any, runner: Any, *args: Any) -> None:
     runner.talker_mtp = own
 
 
-def _padding_written(original: Any, call: Call, raw: Any) -> Any:
+def _padding_written(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
     behind = raw[0][len(call.rows) :][-1:]
     call.embeds[len(call.embeds) - len(behind) :].copy_(behind)
-    return original(call, raw)
+    return original(call, raw, **keywords)
 
 
-def _padding_codes(original: Any, call: Call, raw: Any) -> Any:
-    embeds, codes = original(call, raw)
+def _padding_codes(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
+    embeds, codes = original(call, raw, **keywords)
     return embeds, None if codes is None else raw[1][-len(codes) :]
 
 
-def _blank_codes(original: Any, call: Call, raw: Any) -> Any:
-    embeds, codes = original(call, raw)
+def _blank_codes(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
+    embeds, codes = original(call, raw, **keywords)
     return embeds, torch.zeros(len(embeds), 5, dtype=torch.int64) if codes is None else codes
 
 
