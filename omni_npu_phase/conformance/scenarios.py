@@ -53,9 +53,9 @@ class Behaviour:
     """Which rows get ``mtp_inputs`` from the scalar hook; prefill rows among them must not be taken (T2, E6)."""
     updates: Literal["mark", "moves", "reused", "deep", "live", "given", "whole", "fields", "nothing"] = "mark"
     """Updates returned: a mark, or a new mark that moves on the last one (R8); a mark in a tensor that the model uses
-    again, at the top or deep in dictionaries, lists and tuples, also put into the live buffer and kept on the device,
-    or in the memory of the token ids that the hook was given (T9); the whole keyword dictionary, or hostile copies of the
-    runner-owned fields (M9)."""
+    again, as it is, deep in dictionaries, lists and tuples, or also put into the live buffer and kept on the device; a
+    mark in the memory of the token ids that the hook was given (T9); the whole keyword dictionary, or hostile copies of
+    the runner-owned fields (M9)."""
     mutates: Literal["nothing", "fields", "nested"] = "nothing"
     """What a hook changes in the dictionaries it is handed: the fields, or a nested value it pops (M9)."""
     embeds: Literal["fresh", "in_place", "shifted", "in_mtp"] = "fresh"

@@ -530,6 +530,12 @@ def _made_to_fit(updates: dict[Any, Any], width: int) -> Any:
     return inputs if fits else _blank(width)
 
 
+def _mtp_reversed(original: Any, runner: Any, request_ids: Any, embeds: Any, offsets: Any) -> None:
+    for buffer in mtp_inputs(runner):
+        buffer[: len(offsets)] = buffer[: len(offsets)].flip(0)
+    original(runner, request_ids[::-1], embeds, offsets[::-1])
+
+
 def _ids_as_given(original: Any, runner: Any, *args: Any) -> None:
     mtp_inputs(runner)[0].remainder_(NEW_IDS)
     original(runner, *args)
@@ -790,7 +796,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(PhaseRoutingMixin, "_preprocess", _forward_without_ids),)),
     # T: MTP.
     Mutant("mtp-rows-reversed", ("T1",), "the MTP batch is in reverse row order",
-           (Change(RunnerPort, "run_mtp", lambda original, port, rows: original(port, rows[::-1])),)),
+           (Change(PhaseRoutingMixin, "_talker_mtp_forward", _mtp_reversed),)),
     Mutant("mtp-infos-reversed", ("T1",), "MTP gets the infos of its rows in reverse",
            (Change(PhaseRoutingMixin, "_talker_mtp_forward", _infos_of_others),), also=("request-ids",)),
     Mutant("mtp-on-tails", ("T2",), "every one-token span goes to MTP",
@@ -869,7 +875,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("replay-is-prefill", ("E3", "M8"), "a chunk of a preemption replay past the prompt is prefill",
            (_replanned(_replay_is_prefill),), also=("owned-results",)),
     Mutant("replay-draws-on", ("E3",), "a replayed row moves its request's generator on",
-           (Change(contract, "is_replay", lambda original, *lengths: False),)),
+           (Change(contract.Row, "replays", lambda original, row, known: False),)),
     Mutant("no-refusal", ("E4",), "impossible lengths are not refused", (_NO_REFUSAL,),
            raises=("IndexError", "RuntimeError")),
     Mutant("negative-lengths-clamped", ("E4",), "negative spans and offsets are taken for 0",

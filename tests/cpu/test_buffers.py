@@ -94,17 +94,6 @@ def test_cpu_helper_stages_into_one_array() -> None:
 
 
 @given(offsets=located, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
-def test_take_is_indexing(make: Make, offsets: list[int], dtype: torch.dtype) -> None:
-    helper = make()
-    source = _rows(helper.device)
-    out = torch.zeros(len(offsets), 3, dtype=dtype, device=helper.device)
-    address = out.data_ptr()
-    helper.take(source, helper.rows(offsets), out=out)
-    assert torch.equal(out, source[offsets].to(dtype).reshape(out.shape))
-    assert out.data_ptr() == address
-
-
-@given(offsets=located, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
 def test_put_is_assignment_by_index(make: Make, offsets: list[int], dtype: torch.dtype) -> None:
     helper = make()
     dest, source = _rows(helper.device, dtype=dtype), 100 + _rows(helper.device, len(offsets))

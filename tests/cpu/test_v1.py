@@ -171,7 +171,7 @@ def test_earlier_rows_keep_what_they_stored_before_an_error(mixed: type, monkeyp
     assert isinstance(run.error, ContractError)
     assert run.untouched_by_error
     marked = {request: "token" in info[MARK] for request, info in stored.items()}
-    assert marked == {"p": True, "a": False, "b": False}
+    assert marked == {"p": True, "a": False, "b": False, "c": False}
 
 
 # MTP by itself, on a runner made without __init__.

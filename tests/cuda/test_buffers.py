@@ -58,7 +58,6 @@ def test_rows_are_put(rows: int, device: Device) -> None:
         source = torch.arange(4.0 * rows).reshape(rows, 4).to(device.torch)
         helper.put(dest, helper.rows(offsets), source)
         assert torch.equal(dest.cpu()[offsets], source.cpu())
-        assert torch.equal(out.cpu(), source.cpu())
 
 
 @every_number
@@ -171,7 +170,6 @@ def test_capture(device: Device) -> None:
     helper = _helper(device)
     memory = torch.zeros(8, 4, device=device.torch)
     source = torch.ones(3, 4, device=device.torch)
-    out = torch.zeros(3, 4, device=device.torch)
 
     def work() -> None:
         helper.put(memory, slice(2, 5), source)
@@ -183,7 +181,6 @@ def test_capture(device: Device) -> None:
     memory.zero_()
     replay()
     assert memory[:, 0].tolist() == [2, 0, 2, 2, 2, 2, 2, 0]
-    assert out[:, 0].tolist() == [2, 2, 0]
 
 
 def check_refusals(device: Device) -> None:
@@ -226,9 +223,9 @@ def test_copies_are_on_the_current_stream(device: Device) -> None:
     with torch.cuda.stream(stream):
         for number, dest in enumerate(dests):
             helper.copy(dest, host.fill_(number))
-        (block,) = helper.fetch([helper.pack(dests)])
+        fetched = helper.fetch(dests)
         assert not torch.cuda.default_stream().query()
-    assert [copy.tolist() for copy in helper.unpack(block, dests)] == [[float(number)] * 4 for number in range(9)]
+    assert [copy.tolist() for copy in fetched] == [[float(number)] * 4 for number in range(9)]
 
 
 # Mutants of the helper. On hardware a race may be won by chance, so they run where it is always lost.
@@ -290,9 +287,9 @@ def _many_results(device: Device) -> None:
         (check_rotation, PinnedStaging, "_free_slot", _reused_early, "0 == 2"),
         (check_rotation, PinnedStaging, "upload", _on_current_device, "0 == 2"),
         (_many_results, CudaBufferHelper, "_to_host", _not_waited_for, r"\(0, 1, 0\) == \(0, 1, 1\)"),
-        (_many_results, CudaBufferHelper, "fetch", _one_by_one, r"\(0, 2, 2\) == \(0, 1, 1\)"),
+        (_many_results, CudaBufferHelper, "fetch", _one_by_one, r"\(0, 16, 16\) == \(0, 1, 1\)"),
         (check_refusals, CudaBufferHelper, "_stage", StagedBufferHelper._stage, "not permitted"),
-        (check_refusals, CudaBufferHelper, "copy", StagedBufferHelper.copy, "not permitted"),
+        (check_refusals, CudaBufferHelper, "_write", StagedBufferHelper._write, "not permitted"),
         (check_refusals, CudaBufferHelper, "_to_host", BufferHelper._to_host, "not permitted"),
     ],
     ids=[
