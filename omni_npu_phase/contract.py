@@ -138,7 +138,7 @@ T11+ An MTP that returns no codes leaves the stored codes alone.
 E1+  Without prompt_token_ids the prompt length is the number of prompt embedding rows.
 E2+  A span that crosses the prompt boundary is one prefill row and never enters MTP.
 E3+  A one-token replay chunk past the prompt is decode, and its draw leaves the request's generator in place.
-E4+  Negative lengths, a span outside the buffer or a missing request state fail before any hook of the step.
+E4+  Negative lengths, spans that leave the buffer or overlap, and missing request states fail before any hook.
 E5+  A scalar hook's odd result is written as released and warned of once; what cannot be written is an error.
 E5b+ A batched hook's result that the released runner cannot write is an error, and nothing of it is written.
 E6+  mtp_inputs of a row that is not eligible are dropped.

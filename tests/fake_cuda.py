@@ -85,8 +85,8 @@ class FakeCuda(TorchFunctionMode):
         kinds = {self._kind(tensor) for tensor in given}
         if name == "device.__get__":
             return DEVICE if kinds == {"device"} else func(*args, **kwargs)
-        if name == "is_cuda.__get__":
-            return kinds == {"device"}
+        if name in ("is_cuda.__get__", "is_cpu.__get__"):
+            return (kinds == {"device"}) == (name == "is_cuda.__get__")
         if name in ("to", "cpu", "cuda"):
             return self._to(func, name, args, kwargs)
         if name == "copy_":
@@ -152,7 +152,7 @@ class FakeCuda(TorchFunctionMode):
         if not isinstance(made, torch.Tensor):
             return made
         if pinned and made.numel():
-            made.view(torch.uint8).fill_(_GARBAGE)
+            made.reshape(-1).view(torch.uint8).fill_(_GARBAGE)
         return self._remember(made, "device" if on_device else "pinned" if pinned else "host")
 
     def _to(self, func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:

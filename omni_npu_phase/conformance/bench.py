@@ -80,6 +80,8 @@ class Bench:
     ) -> None:
         self.model, self.variant, self.device, self.sizes = model, variant, device, sizes
         self.setting, self.indices = setting, indices or {}
+        self.sampled: dict[str, int] = {}
+        """How many tokens each request has, behind its furthest step."""
         self.runner = self.make_runner(cls)
         self.hidden = torch.zeros(sizes.tokens, sizes.hidden, dtype=sizes.dtype, device=device)
         """Hidden states, as the model forward would leave them."""
@@ -215,7 +217,11 @@ class Bench:
             elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt_len:
                 state.prompt_token_ids = self.prompt(row)
                 state.num_prompt_tokens = row.prompt_len
-            known = row.num_computed + row.span - row.prompt_len
+                state.output_token_ids.clear()
+            # A request that is read again after a preemption has what its furthest step sampled, too.
+            end, furthest = row.num_computed + row.span, self.sampled.get(row.request, 0)
+            known = max(end, furthest) - row.prompt_len
+            self.sampled[row.request] = max(end + 1, furthest)
             while len(state.output_token_ids) < known:
                 state.output_token_ids.append(self.token(row, row.prompt_len + len(state.output_token_ids)))
             if row.request not in batch.req_id_to_index:

@@ -103,8 +103,8 @@ class Drive:
         ids_version, addresses = ids._version, (ids.data_ptr(), embeds.data_ptr())
         try:
             outputs = bench.preprocess(rows, buffer_rows)
-        except Exception:
-            self.record.untouched_by_error = self._untouched(step)
+        except Exception as error:
+            self.record.untouched_by_error = self._untouched(step, getattr(error, "requests", ()))
             raise
         step.ids_written = ids._version != ids_version
         step.same_buffers = self._same_buffers(outputs, addresses)
@@ -125,7 +125,8 @@ class Drive:
         bench.hidden.fill_(200)
         for row in rows:
             step.codes_later[row.request] = self.stored_codes(row.request)
-            last = bench.live().get(row.request, {}).get("last", {}).get("hidden")
+            info = bench.live().get(row.request, {})
+            last = info.get("last", {}).get("hidden", info.get("hidden_states", {}).get("layers", {}).get(0))
             step.last_later[row.request] = None if last is None else last.float().reshape(-1).tolist()
 
     def stored_codes(self, request: str) -> list[int] | None:
@@ -152,17 +153,20 @@ class Drive:
             ],
         )
 
-    def _untouched(self, step: StepRecord) -> bool:
-        """Whether nothing of the refused rows was written: those of the last hook call, or all where none was made.
+    def _untouched(self, step: StepRecord, named: Sequence[str]) -> bool:
+        """Whether nothing was written of the rows that the error names, those of their hook call, and those behind it.
 
         Rows of earlier calls are not looked at: what their hooks returned may be written at any time.
         """
         before, now = self.remembered, self._contents()
         last = max((call.call for call in step.log.hooks), default=None)
+        called = {call.place for call in step.log.hooks}
         refused = {call.place for call in step.log.hooks if call.call == last}
+        if not refused & {recording.place(self.record.token(row)) for row in step.rows if row.request in named}:
+            refused = set()
         for row, start in zip(step.rows, step.offsets, strict=True):
             own, span = recording.place(self.record.token(row)), slice(start, start + row.span)
-            if last is not None and own not in refused:
+            if own in called and own not in refused and row.request not in named:
                 continue
             if now.ids[span] != before.ids[span] or now.embeds[span] != before.embeds[span]:
                 return False

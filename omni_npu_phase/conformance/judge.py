@@ -18,7 +18,10 @@ from omni_npu_phase.conformance.drive import Recording, StepRecord
 from omni_npu_phase.conformance.recording_model import NEW_IDS, UNTOUCHED, HookCall, MtpCall
 from omni_npu_phase.conformance.scenarios import DECODE, MTP, Row
 
-_HANDLED_AS_RELEASED = ("long", "short", "other_ids", "integer_embeds", "float_ids", "flat")
+_HANDLED_AS_RELEASED = (
+    *("long", "short", "other_ids", "integer_embeds", "float_ids", "flat"),
+    *("integer_mtp_inputs", "flat_text_step"),
+)
 """Faults whose rows must end up as the released runner leaves them (E5, E5b)."""
 
 
@@ -144,6 +147,8 @@ class _History:
         self.marks: dict[str, list[int | None]] = {}
         """The marks of each request's steps, behind two of none."""
         self.rows: dict[str, Row] = {}
+        self.replayed: set[str] = set()
+        """Requests of which a decode row was recomputed."""
         self.furthest: dict[str, int] = {}
         """How far each request ever was: a decode row at or before it is a replay."""
         self._streams = {
@@ -369,7 +374,7 @@ def _wanted_embeds(run: Recording, placed: _Placed) -> list[list[float]]:
     row = placed.row
     offset = NEW_IDS if run.scenario.behaviour.ids == "new" else 0
     if run.variant.mtp and row.shows == MTP and not run.scenario.lacks_mtp_inputs(run.variant):
-        return [recording.mtp_embedding(placed.token + offset)]
+        return [_as_served(run, placed, recording.mtp_embedding(placed.token + offset))]
     batched = placed.calls[0].hook == "batched"
     rows = [recording.embedding(run.token(row, index), batched=batched) for index in range(row.span)]
     if run.scenario.behaviour.fault == "short" and row.span > 1:
@@ -378,6 +383,14 @@ def _wanted_embeds(run: Recording, placed: _Placed) -> list[list[float]]:
         # The hook moved its rows down by one and gave all but the first; the last row of the span stays as it left it.
         rows[-1] = rows[-2]
     return rows
+
+
+def _as_served(run: Recording, placed: _Placed, embedding: list[float]) -> list[float]:
+    """What MTP makes of a text step that the last row of its batch gave for all."""
+    if run.scenario.behaviour.fault != "flat_text_step":
+        return embedding
+    request, position = recording.place(run.token([row for row in run.scenario.steps[0] if row.shows == MTP][-1]))
+    return [*embedding[:6], float(request), float(position % 64)]
 
 
 def _ids(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
@@ -406,8 +419,11 @@ def _updates(run: Recording, step: StepRecord, rows: Sequence[_Placed], history:
         marks = live.get(recording.MARK, {})
         wanted = placed.calls[0].token_ids[-1]
         # What lies in a tensor of the model's own is read after the whole run, and must not be it.
-        reused = behaviour.updates in ("reused", "live")
-        for clause, mark in (("R8", marks.get("token")), ("T9" if reused else "R8", marks.get("scalar"))):
+        reused = behaviour.updates in ("reused", "deep", "live", "given")
+        own = [marks.get("scalar")]
+        if behaviour.updates == "deep":
+            own = [*recording.tensors_in([marks.get(recording.DEEP), marks.get(recording.DEEP_ITEMS)]), *[None] * 5][:5]
+        for clause, mark in (("R8", marks.get("token")), *(("T9" if reused else "R8", mark) for mark in own)):
             right = mark is not None and int(mark) == wanted
             yield clause, "" if right else f"{placed}: its buffer holds {mark} where its own update has {wanted}"
         merged = marks.get(recording.ARRIVED) == row.request
@@ -484,8 +500,11 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
         none_made = behaviour.codes == "none_later" and not any(
             call.gave_codes and placed.token in tokens_in_mtp(run, step, call) for call in step.log.mtp
         )
+        replayed = row.prompt_len <= row.num_computed <= history.furthest.get(row.request, -1)
         if makes_codes:
-            made = recording.mtp_codes(placed.token + offset, history.noise(row.request))
+            # A replayed row may draw what it likes, as long as later ones do not see it.
+            noise = found[-1] if replayed and found else history.noise(row.request)
+            made = recording.mtp_codes(placed.token + offset, noise)
             wanted = known if none_made else made
         told = "" if found == wanted else f"{placed}: its codes are {found}, not {wanted}"
         if makes_codes and none_made:
@@ -498,6 +517,8 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
             yield ("T5" if one_call else "T9"), without_noise
             if setting.seeds and (one_call or not without_noise):
                 yield "T8", told
+                if row.request in history.replayed:
+                    yield "E3", told
             if setting.padded and one_call:
                 yield "T10", without_noise
             if behaviour.validity:
@@ -512,6 +533,8 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
             changed = f"{placed}: its stored codes became {later} with the next write to MTP's output (on {run.device})"
             yield "T9", "" if later == found else changed
         history.codes[row.request] = wanted
+        if replayed:
+            history.replayed.add(row.request)
     for index, placed in enumerate(rows):
         last = step.last_later.get(placed.row.request)
         own = float(run.indices[placed.row.request])
@@ -536,7 +559,9 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
         for placed in rows:
             wanted = _wanted_embeds(run, placed) if len(placed.calls) == 1 else None
             found = (step.embeds or [])[placed.start : placed.start + placed.row.span]
-            yield clause, "" if found == wanted else f"{placed}: not handled as the released runner does"
+            ids = (step.returned_ids or [])[placed.start : placed.start + placed.row.span]
+            kept = ids == [run.token(placed.row, index) for index in range(placed.row.span)]
+            yield clause, "" if found == wanted and kept else f"{placed}: not handled as the released runner does"
         reached = _written_behind(step, rows)
         yield clause, f"rows {reached} behind the spans were written" if reached else ""
 

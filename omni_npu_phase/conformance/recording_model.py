@@ -27,6 +27,8 @@ ARRIVED = "arrived"
 """Name of a nested value that a request arrives with, beside those that its updates bring."""
 BATCH_MARK = "batch_hook"
 BEFORE = "before"
+DEEP, DEEP_ITEMS = "deep", "items"
+"""Names of marks in which tensors lie deeper."""
 MARK = "mark"
 NESTED = "nested"
 VALIDITY = ("meta", "valid")
@@ -161,6 +163,8 @@ class RecordingModel:
         self.talker_mtp_accepts_per_row_generators = behaviour.seeds == "per_row"
         self.talker_mtp_accepts_req_infos = behaviour.takes_infos
         self.gpu_resident_buffer_keys = {("codes", "audio"), VALIDITY} if behaviour.codes == "resident" else set()
+        self._mtp_hidden: torch.Tensor | None = None
+        """What MTP was given as hidden states last."""
         if behaviour.updates == "live":
             self.gpu_resident_buffer_keys.add((MARK, "scalar"))
         if behaviour.validity:
@@ -187,12 +191,12 @@ class RecordingModel:
         self, input_ids: torch.Tensor, input_embeds: torch.Tensor | None, token_ids: list[int], info: dict[str, Any]
     ) -> tuple[Any, ...]:
         embeds = self._rows([embedding(token_id) for token_id in token_ids])
-        updates = self._updates(token_ids[-1], info)
+        updates = self._updates(token_ids[-1], info, input_ids[-1])
         one_token = len(token_ids) == 1
         offered = {"one_token": one_token, "every_row": True, "never": False}[self.behaviour.mtp_inputs]
         if offered and (self._mtp or self.behaviour.mtp_inputs == "every_row"):
             updates[contract.MTP_INPUTS] = (
-                self._rows([_vector(_HIDDEN, token_ids[-1])]),
+                self._hidden(token_ids[-1:]),
                 self._rows([_vector(_TEXT, token_ids[-1])])[0],
             )
         if self.behaviour.embeds == "in_place" and input_embeds is not None:
@@ -217,14 +221,14 @@ class RecordingModel:
                     call=self.log.calls,
                 )
             )
-            updates.append(self._updates(token_ids[index], info, index))
+            updates.append(self._updates(token_ids[index], info, input_ids[index], index))
             if self.behaviour.mutates == "nested":
                 info[NESTED].pop("once", None)
             if self.behaviour.mutates == "fields":
                 info.update(_HOSTILE)
         self.log.calls += 1
         embeds = self._rows([embedding(token_id, batched=True) for token_id in token_ids])
-        hidden = self._rows([_vector(_HIDDEN, token_id) for token_id in token_ids])
+        hidden = self._hidden(token_ids)
         text_step = self._rows([_vector(_TEXT, token_id) for token_id in token_ids])
         ids = self._ids(input_ids)
         result = (ids, embeds, hidden, text_step, updates) if self._mtp else (ids, embeds, updates)
@@ -250,6 +254,7 @@ class RecordingModel:
         count = ids.shape[0]
         self.log.mtp.append(MtpCall([int(value) for value in ids.tolist()], count, keywords))
         self._mtp_calls += 1
+        self._mtp_hidden = hidden
         host_ids, host_embeds, host_hidden, host_text = (part.cpu() for part in (ids, embeds, hidden, text_step))
         noise = self._noise(keywords, count)
         out, codes = [], []
@@ -270,6 +275,8 @@ class RecordingModel:
         self, hidden_states: torch.Tensor, *, multimodal_outputs: Any = None, **info: Any
     ) -> dict[str, Any]:
         self.log.postprocess.append(copy_info(info))
+        if self.behaviour.layers:
+            return {"hidden_states": {"layers": {0: hidden_states[-1:]}}}
         return {"last": {"hidden": hidden_states[-1:]}}
 
     def embed_input_ids(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -287,13 +294,25 @@ class RecordingModel:
     def _ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return input_ids if self.behaviour.ids == "same" else input_ids.to(torch.int64) + NEW_IDS
 
-    def _updates(self, token_id: int, info: dict[str, Any], row: int = 0) -> dict[str, Any]:
+    def _hidden(self, token_ids: list[int]) -> torch.Tensor:
+        hidden, place = self._rows([_vector(_HIDDEN, token_id) for token_id in token_ids]), self._mtp_hidden
+        if self.behaviour.embeds != "in_mtp" or place is None or len(place) <= len(hidden):
+            return hidden
+        return place[1 : 1 + len(hidden)].copy_(hidden)
+
+    def _updates(self, token_id: int, info: dict[str, Any], given: torch.Tensor, row: int = 0) -> dict[str, Any]:
         if self.behaviour.updates == "nothing":
             return {}
         # As a talker marks its frames: a device scalar per row, which must reach the host or stay as its own.
         mark: dict[str, Any] = {MARK: {"token": token_id, "scalar": torch.tensor(token_id).to(self.device)}}
-        if self.behaviour.updates in ("reused", "live"):
+        if self.behaviour.updates in ("reused", "deep", "live"):
             mark[MARK]["scalar"] = self.marks[row].fill_(token_id)
+        if self.behaviour.updates == "given":
+            mark[MARK]["scalar"] = given
+        if self.behaviour.updates == "deep":
+            own = mark[MARK].pop("scalar")
+            mark[MARK][DEEP] = {"by": {"dictionary": own}, "list": [0, [own]], "tuple": (own, 1)}
+            mark[MARK][DEEP_ITEMS] = (own, {"item": own})
         if self.behaviour.updates == "live":
             info[MARK].update(mark[MARK])
             return {MARK: info[MARK]}
@@ -366,6 +385,14 @@ def copy_info(info: Mapping[str, Any]) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, dict) else value for key, value in info.items()}
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in dictionaries, lists and tuples, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in inner for tensor in tensors_in(part)]
+
+
 def _row_in(buffer: torch.Tensor, given: torch.Tensor) -> int | None:
     """The row of a buffer at which a tensor begins; None for a tensor in other memory."""
     if given.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
@@ -415,6 +442,7 @@ FAULTS: Mapping[str, Callable[[str, tuple[Any, ...]], Any]] = {
     "no_dictionary": _no_dictionary,
     "no_mtp_inputs": _no_mtp_inputs,
     "wide_mtp_inputs": _mtp_inputs(lambda hidden, text_step: (hidden, torch.cat([text_step, text_step]))),
+    "integer_mtp_inputs": _mtp_inputs(lambda hidden, text_step: (hidden, text_step.to(torch.int64))),
     "three_mtp_inputs": _mtp_inputs(lambda hidden, text_step: (hidden, text_step, text_step)),
     "flat": _embeds(lambda embeds: embeds[0] if len(embeds) == 1 else embeds),
     "wrong_rank": _embeds(lambda embeds: embeds.unsqueeze(0)),
@@ -426,6 +454,7 @@ FAULTS: Mapping[str, Callable[[str, tuple[Any, ...]], Any]] = {
     "six_values": lambda hook, result: (*result, *result)[:6],
     "few_updates": lambda hook, result: _replace(result, -1, result[-1][:-1]),
     "short_hidden": lambda hook, result: _replace(result, 2, result[2][:-1]),
+    "flat_text_step": lambda hook, result: _replace(result, 3, result[3][-1]),
     "wide_text_step": lambda hook, result: _replace(result, 3, torch.cat([result[3], result[3]], dim=1)),
 }
 """Malformed hook results by name: each takes the hook's kind and its good result (E5, E5b, E7)."""

@@ -51,14 +51,16 @@ class Behaviour:
     """Token ids returned: the object given, or other ids as another integer dtype (R7)."""
     mtp_inputs: Literal["one_token", "every_row", "never"] = "one_token"
     """Which rows get ``mtp_inputs`` from the scalar hook; prefill rows among them must not be taken (T2, E6)."""
-    updates: Literal["mark", "moves", "reused", "live", "whole", "fields", "nothing"] = "mark"
-    """Updates returned: a mark, a new mark that moves on the last one (R8), a mark in a tensor that the model uses
-    again, also put into the live buffer and kept on the device (T9), the whole keyword dictionary, or hostile copies of
-    the runner-owned fields (M9)."""
+    updates: Literal["mark", "moves", "reused", "deep", "live", "given", "whole", "fields", "nothing"] = "mark"
+    """Updates returned: a mark, or a new mark that moves on the last one (R8); a mark in a tensor that the model uses
+    again, at the top or deep in dictionaries, lists and tuples, also put into the live buffer and kept on the device,
+    or in the memory of the token ids that the hook was given (T9); the whole keyword dictionary, or hostile copies of the
+    runner-owned fields (M9)."""
     mutates: Literal["nothing", "fields", "nested"] = "nothing"
     """What a hook changes in the dictionaries it is handed: the fields, or a nested value it pops (M9)."""
-    embeds: Literal["fresh", "in_place", "shifted"] = "fresh"
-    """Embeddings returned: a new tensor, the given slice filled in place, or an overlapping view of it (E8)."""
+    embeds: Literal["fresh", "in_place", "shifted", "in_mtp"] = "fresh"
+    """Embeddings returned: a new tensor, the given slice filled in place, an overlapping view of it, or a new one, with
+    hidden states that lie one row behind their place in the MTP's own input buffer (E8)."""
     fault: str | None = None
     """A malformed hook result, by its name in :data:`omni_npu_phase.conformance.recording_model.FAULTS` (E5, E5b)."""
     good_calls: int = 0
@@ -73,6 +75,8 @@ class Behaviour:
     """Whether MTP draws from request generators, and whether it accepts one per row in a call (T8)."""
     takes_infos: bool = False
     """Whether MTP asks for ``req_ids`` and ``req_infos``."""
+    layers: bool = False
+    """Whether ``postprocess`` stores its hidden state by layer, one dictionary deeper (T9)."""
     class_name: str = "RecordingModel"
     """Released code recognises one model by its class name."""
     has_preprocess: bool = True
@@ -222,6 +226,8 @@ _BATCH_FAULT: tuple[Step, ...] = (
     step(row("p", 6, 0, 4, PREFILL), row("a", 3, 3, 1, MTP), row("b", 4, 6, 1, MTP), row("c", 2, 9, 1, MTP)),
 )
 
+_BETWEEN: tuple[Step, ...] = (step(*_BATCH_FAULT[0], row("q", 3, 0, 2, PREFILL)),)
+
 
 def _scalar_fault(
     fault: str, title: str, *, error: bool, mtp: tuple[bool, ...] = (True, False), report: str | None = None
@@ -370,6 +376,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("shifted-alias", "a hook result that overlaps the runner's buffer", ("E8",),
              (step(row("a", 8, 0, 6, PREFILL), row("d", 2, 2, 1, MTP)),), hooks=("scalar",),
              behaviour=Behaviour(embeds="shifted")),
+    Scenario("in-mtp", "hidden states that overlap their place in the MTP's input buffer", ("E8",),
+             (_MANY, _DECODES, _DECODES[::-1]), hooks=("batched",), mtp=(True,),
+             behaviour=Behaviour(embeds="in_mtp")),
     Scenario("no-hooks", "a model without has_preprocess", ("R1",), (_MIXED,), mtp=(False,),
              behaviour=Behaviour(has_preprocess=False, preprocess_batch="records")),
     Scenario("ids-absent", "input selection that gives no token ids", ("R10",), (*_CHUNKED, _MIXED),
@@ -395,10 +404,21 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("seeded-one-stream-graph", "seeded rows of a captured MTP that takes one generator", ("T8", "T10"),
              (_DECODES, step(_DECODES[1]), _DECODES[::-1]), mtp=(True,),
              behaviour=Behaviour(seeds="one_stream"), setting=Setting(seeds={"a": 11, "c": 5}, padded=8)),
+    Scenario("seeded-replay", "a preempted request's replayed rows do not move its seeded stream on", ("E3", "T8"),
+             tuple(step(row("a", 5, c, s, PREFILL if c == 0 else MTP), *([row("d", 3, 3 + n, 1, MTP)] if n % 2 else []))
+                   for n, (c, s) in enumerate(((0, 5), (5, 1), (6, 1), (0, 5), (5, 1), (6, 1), (7, 1), (8, 1)))),
+             mtp=(True,), behaviour=Behaviour(seeds="per_row"), setting=Setting(seeds={"a": 5}),
+             report="vllm-tt-plugin#52, omni#7681"),
     Scenario("owned-results", "MTP and hidden states in reused device buffers", ("T9",),
              (*_CHUNKED, _DECODES, _DECODES[::-1]), mtp=(True,)),
     Scenario("reused-updates", "updates in tensors that the model uses again", ("T9",),
              (*_CHUNKED, _DECODES, _DECODES[::-1]), behaviour=Behaviour(updates="reused")),
+    Scenario("deep-updates", "the same deep in dictionaries, lists and tuples", ("T9",),
+             (*_CHUNKED, _DECODES, _DECODES[::-1], _MIXED), behaviour=Behaviour(updates="deep"), report="omni#2830"),
+    Scenario("deep-hidden-states", "hidden states that postprocess stores by layer", ("T9",),
+             (*_CHUNKED, _DECODES, _MIXED), behaviour=Behaviour(layers=True), report="sglang-omni#908"),
+    Scenario("given-updates", "updates in the memory of the token ids, which become others", ("T9",),
+             (*_CHUNKED, _DECODES, _MIXED), behaviour=Behaviour(updates="given", ids="new")),
     Scenario("live-updates", "a live nested value, with a tensor that the model uses again, as update", ("T9",),
              (*_CHUNKED, _DECODES, _DECODES[::-1]), behaviour=Behaviour(updates="live")),
     Scenario("resident-codes", "codes kept on the device, with a validity mark", ("T5", "T9"),
@@ -435,15 +455,18 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("offset-outside-buffer", "a span that begins behind the step's buffer", ("E4",),
              (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
              behaviour=Behaviour(preprocess_batch="records"), setting=Setting(claimed_offsets={"a": 99}), error="E4"),
+    Scenario("overlapping-spans", "two rows at one place of the step's buffer", ("E4",),
+             (step(row("d", 2, 2, 1, MTP), row("a", 6, 6, 1, MTP)),),
+             behaviour=Behaviour(preprocess_batch="records"), setting=Setting(claimed_offsets={"a": 0}), error="E4"),
     Scenario("missing-state", "a row without request state", ("E4",),
              (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
              behaviour=Behaviour(preprocess_batch="records"), setting=Setting(missing=frozenset({"a"})), error="E4"),
     Scenario("no-dictionary", "a live buffer that is no dictionary", ("E9",),
-             (step(row("a", 6, 0, 4, PREFILL), row("d", 2, 2, 1, MTP)),),
-             setting=Setting(no_dictionary=frozenset({"a"})), error="E9"),
+             _BETWEEN,
+             setting=Setting(no_dictionary=frozenset({"b"})), error="E9"),
     Scenario("no-group", "an update for a group that is no dictionary", ("E9",),
-             (step(row("d", 2, 2, 1, MTP), row("a", 6, 0, 4, PREFILL)),),
-             setting=Setting(no_group=frozenset({"a"})), error="E9"),
+             _BETWEEN,
+             setting=Setting(no_group=frozenset({"b"})), error="E9"),
     # E5: the scalar hook's odd results.
     _scalar_fault("short", "fewer rows than the span", error=False),
     _scalar_fault("long", "more rows than the span", error=False, report="omni#2894"),
@@ -457,6 +480,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _scalar_fault("integer_embeds", "integer embeddings", error=False),
     _scalar_fault("float_ids", "floating token ids", error=False),
     _scalar_fault("flat", "an embedding without its row", error=False, mtp=(True,)),
+    _scalar_fault("integer_mtp_inputs", "an integer text step", error=False, mtp=(True,)),
     _scalar_fault("elsewhere", "embeddings on another device", error=True),
     _scalar_fault("two_values", "two values", error=True),
     Scenario("e5-later-row", "an eligible row refused behind a good one", ("E5",), _SCALAR_FAULT, hooks=("scalar",),
@@ -475,6 +499,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     _batch_fault("float_ids", "floating token ids", strict=True),
     _batch_fault("elsewhere", "embeddings on another device"),
     _batch_fault("short_hidden", "hidden states of fewer rows", mtp=(True,)),
+    _batch_fault("flat_text_step", "a text step without rows, for all", mtp=(True,), strict=True),
     _batch_fault("wide_text_step", "a text step of another width", mtp=(True,)),
     _batch_fault("no_dictionary", "an update that is no dictionary", strict=True),
     Scenario("e5b-later-batch", "a batch refused behind a good one", ("E5b",),
@@ -502,5 +527,7 @@ NOT_IN_V2: Mapping[str, str] = {
     "multimodal": "V2 turns the multimodal input path off for models with hooks",
     "generation-runner": "the V2 generation runner calls no hooks",
     "named-model": "V2 knows no model by its class name",
+    "seeded-replay": "in V2 a preempted request comes back as a new one, whose stream begins anew",
+    "no-group": "a V2 state puts a new group in the place of what is no dictionary",
 }
 """Scenarios that a model state of Model Runner V2 cannot be in, each with the reason."""

@@ -26,7 +26,8 @@ import torch
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.contract import FIELDS, MTP_INPUTS, ContractError
 
-_NEVER_STORED = frozenset((*FIELDS, MTP_INPUTS))
+NEVER_STORED = frozenset((*FIELDS, MTP_INPUTS))
+"""Keys of an update that are the runner's own, or handed to MTP alone (M9, E6)."""
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 """Kinds of values in which there is no tensor: asked first, since most values are of them."""
 _LARGE = 1 << 12
@@ -102,7 +103,7 @@ class LiveBuffers:
                     # Models written for older releases read it there.
                     self._runner.requests[request_id].additional_information_cpu = infos[row]
                 elif not isinstance(infos[row], MutableMapping):
-                    raise _no_dictionary(request_id, "its live buffer", infos[row])
+                    raise no_dictionary(request_id, "its live buffer", infos[row])
         return infos
 
     def store(self, request_ids: Sequence[str], updates: Sequence[Mapping[Any, Any]]) -> None:
@@ -115,12 +116,14 @@ class LiveBuffers:
         infos = self.of(request_ids)
         for request_id, info, update in zip(request_ids, infos, updates, strict=True):
             for key, value in update.items():
-                if isinstance(value, dict):
+                if isinstance(value, dict) and key not in NEVER_STORED:
                     self._group(request_id, info, key)
         resident = self._resident
         columns: dict[Key, list[tuple[Any, Any]]] | None = {} if len(infos) > 1 else None
         for info, update in zip(infos, updates, strict=True):
             for key, value in update.items():
+                if key in NEVER_STORED:
+                    continue
                 if isinstance(value, dict):
                     group = info[key]
                     for name, inner in value.items():
@@ -130,7 +133,7 @@ class LiveBuffers:
                             self._place(group, name, inner, (key, name) in resident)
                         else:
                             columns.setdefault((key, name), []).append((group, inner))
-                elif key not in _NEVER_STORED:
+                else:
                     self._place(info, key, value, False)
         for column_key, column in columns.items() if columns else ():
             self._place_column(column, column_key[1], column_key in resident)
@@ -177,7 +180,7 @@ class LiveBuffers:
         if group is _MISSING:
             group = info[key] = {}
         elif not isinstance(group, MutableMapping):
-            raise _no_dictionary(request_id, f"{key!r} in its live buffer", group)
+            raise no_dictionary(request_id, f"{key!r} in its live buffer", group)
         return group
 
     @property
@@ -198,9 +201,10 @@ class LiveBuffers:
         elif isinstance(value, list):
             container[name] = items = list(value)
             for index, item in enumerate(items):
-                self._place(items, index, item if isinstance(item, torch.Tensor) else self._owned(item), False)
+                own = item if isinstance(item, torch.Tensor) else owned_copy(item, self._helper)
+                self._place(items, index, own, False)
         else:
-            container[name] = self._owned(value)
+            container[name] = owned_copy(value, self._helper)
 
     def _place_column(self, column: Sequence[tuple[Any, Any]], name: Any, resident: bool) -> None:
         """Put a value of each container under ``name`` of it, owned."""
@@ -235,29 +239,30 @@ class LiveBuffers:
         except (AttributeError, RuntimeError, TypeError):
             return None
 
-    def _owned(self, value: Any) -> Any:
-        """A value whose tensors, at any depth, are copies on the same device; the value itself if there is none in it.
 
-        The released runner leaves these on their device too.
-        """
-        kind = type(value)
-        if kind in _PLAIN:
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._helper.snapshot(value)
-        if isinstance(value, dict):
-            owned = {key: self._owned(inner) for key, inner in value.items()}
-            return owned if any(owned[key] is not inner for key, inner in value.items()) else value
-        if isinstance(value, (list, tuple)):
-            items = list(map(self._owned, value))
-            if all(map(is_, items, value)):
-                return value
-            # A named tuple takes its fields one by one.
-            return items if isinstance(value, list) else kind(*items) if hasattr(kind, "_fields") else tuple(items)
+def owned_copy(value: Any, helper: BufferHelper) -> Any:
+    """A value whose tensors, at any depth, are copies on the same device; the value itself if there is none in it.
+
+    The released runner leaves these on their device too.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
         return value
+    if isinstance(value, torch.Tensor):
+        return helper.snapshot(value)
+    if isinstance(value, dict):
+        copies = {key: owned_copy(inner, helper) for key, inner in value.items()}
+        return copies if any(copies[key] is not inner for key, inner in value.items()) else value
+    if isinstance(value, (list, tuple)):
+        items = [owned_copy(inner, helper) for inner in value]
+        if all(map(is_, items, value)):
+            return value
+        # A named tuple takes its fields one by one.
+        return items if isinstance(value, list) else kind(*items) if hasattr(kind, "_fields") else tuple(items)
+    return value
 
 
-def _no_dictionary(request_id: str, what: str, value: Any) -> ContractError:
+def no_dictionary(request_id: str, what: str, value: Any) -> ContractError:
     actual = type(value).__name__
     return ContractError("E9", requests=[request_id], rows=[], expected=f"{what} as a dictionary", actual=actual)
 

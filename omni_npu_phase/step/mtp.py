@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from omni_npu_phase import contract
 from omni_npu_phase.buffers.base import BufferHelper, shares_storage
 from omni_npu_phase.releases import Runtime
 from omni_npu_phase.step import results
@@ -91,7 +92,7 @@ class TalkerMtp:
             mode, padded = runtime.eager(), count
         with runtime.forward_context(runner.vllm_config, mode, descriptor), self._replays_undrawn(call, generators):
             raw = runner.talker_mtp(*(buffer[:padded] for buffer in self.inputs), **keywords)
-        new_embeds, codes = results.mtp_result(call, raw)
+        new_embeds, codes = results.mtp_result(call, raw, exact=list(offsets) != list(range(count)))
         helper.put(call.embeds, helper.rows(offsets), new_embeds)
         if codes is not None:
             self._store_codes(call, codes)
@@ -179,9 +180,13 @@ class TalkerMtp:
                 generator.set_state(state)
 
     def _is_replay(self, request_id: str) -> bool:
-        batch = self._runner.input_batch
-        known = getattr(self._runner.requests[request_id], "num_tokens", 0)
-        return bool(batch.num_computed_tokens_cpu[batch.req_id_to_index[request_id]] + 1 < known)
+        batch, state = self._runner.input_batch, self._runner.requests[request_id]
+        try:
+            computed = batch.num_computed_tokens_cpu[batch.req_id_to_index[request_id]]
+            return bool(contract.Row(0, computed, 1).replays(state.num_tokens))
+        except (AttributeError, KeyError, IndexError):
+            # The released method needs none of these, and runners are driven without them.
+            return False
 
 
 def output_key(model: object) -> tuple[Any, Any]:

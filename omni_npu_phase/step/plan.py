@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
-from operator import add
+from operator import add, le
 from typing import Any, TypeVar
 
 from omni_npu_phase import contract
@@ -114,7 +114,7 @@ def plan_step(
 
     All four sequences have an entry a row: Python ints, or arrays of shape (rows,) and any integer dtype. ``offsets``
     are rows of the step's input buffer, which has ``buffer_rows`` rows. Raises :class:`ContractError` (E4) for a
-    negative length or a span outside the buffer.
+    negative length, a span outside the buffer, or spans that overlap.
     """
     # A step is too short for NumPy: an operation there costs what a hundred rows do here.
     columns = prompt, computed, span, offset = [_ints(column) for column in (prompt_lens, num_computed, spans, offsets)]
@@ -125,6 +125,8 @@ def plan_step(
         _refuse(request_ids, "a span of at least 0", span, 0)
         _refuse(request_ids, "an offset of at least 0", offset, 0)
         _refuse(request_ids, f"a span that ends within {buffer_rows} rows", ends, 0, buffer_rows)
+    if not all(map(le, ends, offset[1:])):
+        _refuse_overlap(request_ids, offset, ends)
     return StepPlan(
         request_ids=request_ids,
         prompt_lens=prompt,
@@ -144,3 +146,13 @@ def _refuse(request_ids: Sequence[str], expected: str, values: list[int], least:
     for row, value in enumerate(values):
         if value < least or (most is not None and value > most):
             raise ContractError("E4", requests=[request_ids[row]], rows=[row], expected=expected, actual=str(value))
+
+
+def _refuse_overlap(request_ids: Sequence[str], starts: list[int], ends: list[int]) -> None:
+    rows = sorted((row for row in range(len(starts)) if starts[row] < ends[row]), key=starts.__getitem__)
+    for pair in pairwise(rows):
+        before, behind = pair
+        if starts[behind] < ends[before]:
+            expected = f"a span from row {ends[before]} of the buffer on for the second"
+            requests = [request_ids[row] for row in pair]
+            raise ContractError("E4", requests=requests, rows=pair, expected=expected, actual=str(starts[behind]))

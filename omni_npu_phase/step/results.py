@@ -183,9 +183,12 @@ def batch_result(
     return ids, embeds, hidden, text_step, updates
 
 
-def mtp_result(call: Call, raw: Any) -> tuple[Any, Any]:
+def mtp_result(call: Call, raw: Any, *, exact: bool = True) -> tuple[Any, Any]:
     """Check what ``talker_mtp`` returned: embeddings with a row for each request at least (padding may follow, T10),
-    and codes, or None for no codes (T11)."""
+    and codes, or None for no codes (T11).
+
+    ``exact``: the released runner writes these embeddings by index, and so takes no others than a row per request.
+    """
     embeds, codes = call.unpack("T4", raw, "inputs_embeds", "codes")
     count = len(call.rows)
     if not call.fits(embeds, (count, call.width)):
@@ -194,6 +197,8 @@ def mtp_result(call: Call, raw: Any) -> tuple[Any, Any]:
         embeds = embeds[:count]
         if not _casts(call, embeds, (count, call.width)):
             actual, shape = _kind(embeds), (count, call.width)
+            if exact and embeds.shape != shape:
+                raise call.error("T4", f"inputs_embeds of shape {shape}", actual)
             embeds = call.laid_out("T4", "inputs_embeds", call.embeds, shape, embeds, _copy)
             call.deviation("T4", "shape", f"inputs_embeds of shape {shape}", actual)
     if codes is None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from omni_npu_phase.buffers.base import Rows
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.releases import v2
+from omni_npu_phase.step.live import NEVER_STORED, no_dictionary, owned_copy
 from omni_npu_phase.step.plan import Run, StepPlan, plan_step
 from omni_npu_phase.step.port import Phase, PhaseMixin, Port, phase_of, released_classes
 from omni_npu_phase.step.route import route
@@ -77,22 +78,23 @@ class PhaseStateMixin(PhaseMixin):
             preprocess_batch(req_infos=port.infos(prefill), device=embeds.device)
         route(plan, port)
 
-    # The released code owns what it stores by copying it to the host. From the host nothing is copied there (T9).
+    # The released code owns what it stores by copying it to the host. From the host nothing is copied there, nor what
+    # lies deeper in an update (T9).
 
     def _call_mtp_runner(self, *args: Any, **keywords: Any) -> Any:
         """MTP by the released code."""
+        phase = phase_of(self)
         embeds, codes = super()._call_mtp_runner(*args, **keywords)  # type: ignore[misc]
-        return embeds, _owned_on_host(phase_of(self), codes) if isinstance(codes, torch.Tensor) else codes
+        if phase.mode != "off" and isinstance(codes, torch.Tensor) and codes.is_cpu:
+            codes = phase.helper(codes.device).snapshot(codes)
+        return embeds, codes
 
     def run_postprocess(self, hidden_states: torch.Tensor, input_batch: Any) -> None:
         """Postprocess by the released code."""
-        super().run_postprocess(_owned_on_host(phase_of(self), hidden_states), input_batch)  # type: ignore[misc]
-
-
-def _owned_on_host(phase: Phase, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a host tensor; any other tensor as it is."""
-    on_host = phase.mode != "off" and tensor.device.type == "cpu"
-    return phase.helper(tensor.device).snapshot(tensor) if on_host else tensor
+        phase = phase_of(self)
+        if phase.mode != "off":
+            hidden_states = phase.helper(hidden_states.device).snapshot(hidden_states)
+        super().run_postprocess(hidden_states, input_batch)  # type: ignore[misc]
 
 
 def _without_rows(input_batch: Any) -> Any:
@@ -111,7 +113,10 @@ def _rows_with_hooks(state: Any, phase: Phase, input_batch: Any, req_states: Any
     rows = []
     for row in range(input_batch.num_reqs):
         slot, request_id = int(input_batch.idx_mapping_np[row]), input_batch.req_ids[row]
-        live_id = state.intermediate_buffer.buffers[slot].get("req_id")
+        live = state.intermediate_buffer.buffers[slot]
+        if not isinstance(live, MutableMapping):
+            raise no_dictionary(request_id, "its live buffer", live)
+        live_id = live.get("req_id")
         if str(live_id).startswith(v2.WARMUP):
             continue
         for missing, what in (
@@ -205,14 +210,16 @@ class StatePort(Port):
             if isinstance(value, dict)
             else self._owned(value)
             for key, value in update.items()
+            if key not in NEVER_STORED
         }
 
     def _owned(self, value: Any) -> Any:
-        """What the released code stores as it is where the device is the host, so that the hook can go on using it."""
+        """What the released code would store as it is, so that the hook can go on using it (T9)."""
         if isinstance(value, list):
             return [self._owned(item) for item in value]
-        on_host = isinstance(value, torch.Tensor) and value.device.type == self.helper.device.type == "cpu"
-        return self.helper.snapshot(value) if on_host else value
+        if isinstance(value, torch.Tensor) and not value.device.type == self.helper.device.type == "cpu":
+            return value
+        return owned_copy(value, self.helper)
 
     def fill_mtp(
         self,
@@ -232,7 +239,7 @@ class StatePort(Port):
     def run_mtp(self, rows: Sequence[int]) -> None:
         # A generator is one stream (T8). The released loop over rows joins their results, which may lie in the same
         # memory (T9) and be no codes for some (T11).
-        size = 1 if self._takes_rows_apart(rows) else len(rows)
+        size = 1 if self.takes_rows_apart(rows) else len(rows)
         for start in range(0, len(rows), size):
             some = slice(start, start + size)
             packed = self._hidden[some], self._text_step[some]
@@ -246,7 +253,7 @@ class StatePort(Port):
                 prepacked_mtp_inputs=packed,
             )
 
-    def _takes_rows_apart(self, rows: Sequence[int]) -> bool:
+    def takes_rows_apart(self, rows: Sequence[int]) -> bool:
         """Whether some row has its own generator, and MTP takes neither one per row nor noise drawn before."""
         state = self._state
         if getattr(self.model, "mtp_accepts_per_row_generators", False):

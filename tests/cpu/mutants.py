@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutants: broken versions of the package, each with the clauses that must notice.
 
-A guard is worth what it catches. A mutant changes functions, methods or properties of the package for as long as a test
-runs; a replacement is called with the original first, and keeps what it must remember on the runner it breaks.
+A guard is worth what it catches. A mutant changes public functions and methods of the package, so that moving a private
+one costs nothing here, for as long as a test runs. A replacement is called with the original first, and keeps what it
+must remember on the runner, port or live buffers that it breaks.
 """
 
 from __future__ import annotations
@@ -18,22 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omni_npu_phase.buffers.gather import Gathered
 
 from omni_npu_phase import contract
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.conformance.recording_model import NEW_IDS
 from omni_npu_phase.contract import FIELDS, MTP_INPUTS, ContractError
-from omni_npu_phase.step import plan, results
-from omni_npu_phase.step import route as routing
+from omni_npu_phase.releases import Runtime
+from omni_npu_phase.step import results
 from omni_npu_phase.step import v1 as mixin
-from omni_npu_phase.step.live import StateWrites, live_info
+from omni_npu_phase.step.live import LiveBuffers
 from omni_npu_phase.step.mtp import TalkerMtp, mtp_inputs
 from omni_npu_phase.step.plan import Run, StepPlan
-from omni_npu_phase.step.results import BatchResult, Call, Deviations
-from omni_npu_phase.step.v1 import PhaseRoutingMixin
-
-_Phase, _Port = mixin._Phase, mixin._RunnerPort
+from omni_npu_phase.step.results import Call, Deviations
+from omni_npu_phase.step.v1 import PhaseRoutingMixin, RunnerPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def _put(change: Change, patch: pytest.MonkeyPatch, calls: dict[str, int]) -> No
 
 def _replanned(alter: Callable[[Any, StepPlan], StepPlan]) -> Change:
     """The step's plan as ``alter(runner, plan)`` makes it."""
-    return Change(mixin, "_plan", lambda original, runner, *rest: alter(runner, original(runner, *rest)))
+    return Change(mixin, "plan_of", lambda original, runner, *rest: alter(runner, original(runner, *rest)))
 
 
 def _phase_by_span(runner: Any, rows: StepPlan) -> StepPlan:
@@ -165,6 +163,13 @@ def _clamped(original: Any, ids: Any, prompt: Any, computed: Any, spans: Any, of
     return original(ids, prompt, computed, spans, offsets, **keywords)
 
 
+def _unrefused(original: Any, ids: Any, prompt: Any, computed: Any, spans: Any, offsets: Any, **keywords: Any) -> Any:
+    prompt, computed, spans, offsets = (list(map(int, values)) for values in (prompt, computed, spans, offsets))
+    prefill = [c < p for p, c in zip(prompt, computed, strict=True)]
+    eligible = [s == 1 and not first for s, first in zip(spans, prefill, strict=True)]
+    return StepPlan(ids, prompt, computed, spans, offsets, prefill, eligible)
+
+
 def _refuse_late(original: Any, rows: StepPlan, port: Any) -> None:
     original(rows, port)
     for row, request in enumerate(rows.request_ids):
@@ -172,7 +177,7 @@ def _refuse_late(original: Any, rows: StepPlan, port: Any) -> None:
             raise ContractError("E4", requests=[request], rows=[row], expected="lengths in range", actual="others")
 
 
-_NO_REFUSAL = Change(plan, "_refuse", lambda original, *args: None)
+_NO_REFUSAL = Change(mixin, "plan_step", _unrefused)
 
 
 # The route: fields, which hook, what it gets.
@@ -201,21 +206,15 @@ def _write_where_absent(original: Any, rows: StepPlan, numbers: Sequence[int], i
 
 def _write_while_planning(runner: Any, rows: StepPlan) -> StepPlan:
     for row, request in enumerate(rows.request_ids):
-        info = live_info(runner, request)
+        info = runner.model_intermediate_buffer.setdefault(request, {})
         info.update(zip(FIELDS, (rows.prompt_lens[row], rows.num_computed[row], rows.prefill[row]), strict=True))
     return rows
 
 
 def _progress_for_postprocess(original: Any, runner: Any, *args: Any) -> None:
     for request in runner.input_batch.req_ids:
-        live_info(runner, request).update({contract.NUM_COMPUTED: 99, contract.IS_PREFILL: None})
+        runner.model_intermediate_buffer[request].update({contract.NUM_COMPUTED: 99, contract.IS_PREFILL: None})
     original(runner, *args)
-
-
-def _given(original: Any, port: Any, row: int) -> dict[str, Any]:
-    port.__dict__.setdefault("_given", set()).add(row)
-    info: dict[str, Any] = original(port, row)
-    return info
 
 
 def _live_only_once(original: Any, port: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -225,7 +224,7 @@ def _live_only_once(original: Any, port: Any, rows: Sequence[int]) -> list[dict[
     return [dict(info) if again else info for info in original(port, rows)]
 
 
-_LIVE_ONLY_ONCE = Change(_Port, "info", _given), Change(_Port, "infos", _live_only_once)
+_LIVE_ONLY_ONCE = Change(RunnerPort, "infos", _live_only_once)
 
 
 def _bare(info: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def _infos_reversed(original: Any, port: Any, run: Run, infos: list[dict[str, An
 
 def _without_ids(original: Any, port: Any, row: Any, infos: Any, ids: Any, *rest: Any) -> Any:
     # With prompt embeddings enabled, the released runner selects no token ids.
-    return original(port, row, infos, None if port._runner.enable_prompt_embeds else ids, *rest)
+    return original(port, row, infos, None if port.runner.enable_prompt_embeds else ids, *rest)
 
 
 def _runs_of(alter: Callable[[StepPlan], StepPlan]) -> Change:
@@ -279,6 +278,14 @@ def _batch_hook_always(original: Any, runner: Any, *args: Any) -> Any:
     return original(runner, *args)
 
 
+def _hooks_always(original: Any, runner: Any, *args: Any) -> Any:
+    own, runner.model.has_preprocess = runner.model.has_preprocess, True
+    try:
+        return original(runner, *args)
+    finally:
+        runner.model.has_preprocess = own
+
+
 def _call_batch_hook(runner: Any, hook: Any) -> None:
     buffers = runner.model_intermediate_buffer
     hook(req_ids=list(runner.input_batch.req_ids), model_intermediate_buffer=buffers, device=runner.device)
@@ -306,7 +313,7 @@ def _batch_hook_first(original: Any, runner: Any, *args: Any) -> Any:
 
 def _batch_hook_again(original: Any, rows: StepPlan, port: Any) -> None:
     if hasattr(port.model, "preprocess_batch"):
-        _call_batch_hook(port._runner, port.model.preprocess_batch)
+        _call_batch_hook(port.runner, port.model.preprocess_batch)
     original(rows, port)
 
 
@@ -344,7 +351,7 @@ def _ids_always(original: Any, port: Any, where: slice, ids: Any, embeds: Any) -
 
 
 def _updates_of_neighbour(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
-    original(port, [(row + 1) % len(port._plan) for row in rows], updates)
+    original(port, [(row + 1) % len(port.plan) for row in rows], updates)
 
 
 def _first_update_only(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
@@ -358,6 +365,18 @@ def _updates_not_owned(original: Any, port: Any, rows: Sequence[int], updates: A
                 info.setdefault(name, {}).update(value)
             else:
                 info[name] = value
+
+
+def _returned_fields_stored(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    original(port, rows, updates)
+    for info, update in zip(port.infos(rows), updates, strict=True):
+        info.update({name: update[name] for name in FIELDS if name in update})
+
+
+def _inputs_stored(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    original(port, rows, updates)
+    for info, update in zip(port.infos(rows), updates, strict=True):
+        info.update({MTP_INPUTS: update[MTP_INPUTS]} if MTP_INPUTS in update else {})
 
 
 def _stored_left_alone(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
@@ -376,7 +395,7 @@ def _updates_twice(original: Any, port: Any, rows: Sequence[int], updates: Any) 
 
 def _updates_noted(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
     original(port, rows, updates)
-    port._runner.__dict__.setdefault("_noted_updates", []).append((port._plan, rows, updates))
+    port.runner.__dict__.setdefault("_noted_updates", []).append((port.plan, rows, updates))
 
 
 def _noted_updates_again(original: Any, runner: Any, *args: Any) -> None:
@@ -407,7 +426,7 @@ def _copied_backwards(original: Any, helper: Any, dest: torch.Tensor, rows: Any,
 
 def _whole_result(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
     result = original(call, raw, **keywords)
-    return result._replace(rows=len(raw[1]), embeds=raw[1]) if len(raw[1]) > keywords["span"] else result
+    return (len(raw[1]), result[1], raw[1], *result[3:]) if len(raw[1]) > keywords["span"] else result
 
 
 def _report(strict: bool, on: str) -> Change:
@@ -424,15 +443,34 @@ def _report(strict: bool, on: str) -> Change:
     return Change(Deviations, "report", instead)
 
 
-def _unchecked_batch(original: Any, call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None) -> BatchResult:
+def _unchecked_batch(original: Any, call: Call, raw: Any, *, given_ids: Any, mtp_width: int | None) -> Any:
     ids, embeds = raw[0], raw[1]
     hidden, text_step = (raw[2], raw[3]) if mtp_width is not None else (None, None)
-    return BatchResult(None if ids is given_ids else ids.reshape(-1), embeds, hidden, text_step, raw[-1])
+    return None if ids is given_ids else ids.reshape(-1), embeds, hidden, text_step, raw[-1]
+
+
+def _refused(original: Any, call: Call, clause: str, name: str, *rest: Any) -> Any:
+    raise call.error(clause, f"{name} as the contract has it", "others")
+
+
+def _zeros(original: Any, call: Call, *args: Any) -> Any:
+    return original(call, *args).zero_()
+
+
+def _given_to_mtp(alter: Callable[[Any, int], Any]) -> Change:
+    """The MTP inputs of an eligible row as ``alter(what the hook gave, width)`` makes them, before they are checked."""
+
+    def instead(original: Any, call: Call, raw: Any, *, mtp_width: int | None, **keywords: Any) -> Any:
+        if mtp_width is not None and isinstance(raw[-1], dict):
+            raw = (*raw[:-1], {**raw[-1], MTP_INPUTS: alter(raw[-1], mtp_width)})
+        return original(call, raw, mtp_width=mtp_width, **keywords)
+
+    return Change(results, "scalar_result", instead)
 
 
 def _written_unchecked(original: Any, port: Any, run: Run, infos: Any, ids: Any) -> Any:
     raw = original(port, run, infos, ids)
-    start, embeds = port._plan.offsets[run.start], raw[1]
+    start, embeds = port.plan.offsets[run.start], raw[1]
     if embeds.shape == (len(run.rows), port.embeds.shape[-1]) and embeds.device == port.embeds.device:
         port.embeds[start : start + len(embeds)] = embeds
     return raw
@@ -454,7 +492,7 @@ def _merged_unchecked(original: Any, port: Any, row: int, info: dict[str, Any], 
 
 def _batch_in_mtp_unchecked(original: Any, port: Any, run: Run, infos: Any, ids: Any) -> Any:
     raw = original(port, run, infos, ids)
-    hidden = port._mtp_inputs[2] if port.mtp_width is not None else None
+    hidden = mtp_inputs(port.runner)[2] if port.mtp_width is not None else None
     if hidden is not None and len(raw) == 5 and len(raw[2]) == len(run.rows):
         hidden[-len(run.rows) :] = raw[2]
     return raw
@@ -462,18 +500,13 @@ def _batch_in_mtp_unchecked(original: Any, port: Any, run: Run, infos: Any, ids:
 
 def _row_in_mtp_unchecked(original: Any, port: Any, row: int, *rest: Any) -> Any:
     raw = original(port, row, *rest)
-    if port.mtp_width is not None and port._plan.eligible[row] and MTP_INPUTS in (raw[-1] or ()):
-        port._mtp_inputs[3][-1] = raw[-1][MTP_INPUTS][1]
+    if port.mtp_width is not None and port.plan.eligible[row] and MTP_INPUTS in (raw[-1] or ()):
+        mtp_inputs(port.runner)[3][-1] = raw[-1][MTP_INPUTS][1]
     return raw
 
 
-def _unchecked_mtp_inputs(original: Any, call: Call, updates: dict[Any, Any], width: int) -> Any:
-    hidden, text_step = updates[MTP_INPUTS]
-    return hidden.reshape(1, width), text_step.reshape(1, width)
-
-
-def _blank_mtp_inputs(original: Any, call: Call, updates: dict[Any, Any], width: int) -> Any:
-    return original(call, {MTP_INPUTS: (torch.zeros(width), torch.zeros(width)), **updates}, width)
+def _blank(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(width), torch.zeros(width)
 
 
 # MTP.
@@ -491,22 +524,19 @@ def _swapped_from_the_seventh(original: Any, runner: Any, request_ids: list[str]
     original(runner, [*request_ids[:6], *request_ids[6:][::-1]], *rest)
 
 
-def _inputs_made_to_fit(original: Any, call: Call, updates: dict[Any, Any], width: int) -> Any:
-    inputs = tuple(updates.get(MTP_INPUTS, ()))
-    fits = len(inputs) == 2 and all(part.numel() == width for part in inputs)
-    blank = {MTP_INPUTS: (torch.zeros(width), torch.zeros(width))}
-    return original(call, blank if inputs and not fits else updates, width)
+def _made_to_fit(updates: dict[Any, Any], width: int) -> Any:
+    inputs = updates.get(MTP_INPUTS)
+    fits = inputs is None or (len(inputs) == 2 and all(part.numel() == width for part in inputs))
+    return inputs if fits else _blank(width)
 
 
-def _ids_as_given(original: Any, port: Any, rows: Sequence[int]) -> None:
-    own = port.ids
-    port.ids = own % NEW_IDS
-    original(port, rows)
-    port.ids = own
+def _ids_as_given(original: Any, runner: Any, *args: Any) -> None:
+    mtp_inputs(runner)[0].remainder_(NEW_IDS)
+    original(runner, *args)
 
 
 def _fails_on_two_prompts_of_one(original: Any, port: Any, rows: Sequence[int]) -> None:
-    if port._plan.prompt_lens.count(1) == 2:
+    if port.plan.prompt_lens.count(1) == 2:
         raise RuntimeError("two one-token prompts")
     original(port, rows)
 
@@ -514,87 +544,141 @@ def _fails_on_two_prompts_of_one(original: Any, port: Any, rows: Sequence[int]) 
 def _mtp_without_rows(original: Any, rows: StepPlan, port: Any) -> None:
     original(rows, port)
     if port.mtp_width is not None and not any(rows.eligible):
-        port._runner.talker_mtp(*(buffer[:1] for buffer in mtp_inputs(port._runner)))
+        port.runner.talker_mtp(*(buffer[:1] for buffer in mtp_inputs(port.runner)))
 
 
-def _all_in_the_first_row(original: Any, gathered: Any, dests: Sequence[torch.Tensor], start: int) -> None:
-    rows = list(gathered._rows)
-    for row in rows:
-        gathered._rows[:] = [row]
-        original(gathered, dests, 0)
-
-
-def _at_row_numbers(original: Any, talker: Any, call: Call, offsets: Sequence[int]) -> None:
-    original(talker, call, list(call.rows))
+def _at_row_numbers(original: Any, talker: Any, call: Call, offsets: Sequence[int], *rest: Any) -> None:
+    original(talker, call, list(call.rows), *rest)
 
 
 def _codes_of(choose: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    def instead(original: Any, writes: Any, request_ids: Any, key: Any, codes: Any, marks: Any) -> None:
-        original(writes, request_ids, key, choose(codes), marks)
+    def instead(original: Any, live: Any, request_ids: Any, key: Any, codes: Any, marks: Any) -> None:
+        original(live, request_ids, key, choose(codes), marks)
 
-    return Change(StateWrites, "store_codes", instead)
-
-
-def _codes_not_owned(original: Any, writes: Any, request_ids: Any, key: Any, codes: Any, marks: Any) -> None:
-    for row, request_id in enumerate(request_ids):
-        info = live_info(writes._runner, request_id)
-        info.setdefault(key[0], {})[key[1]] = codes[row : row + 1]
-        for mark, column in marks.items():
-            info.setdefault(mark[0], {})[mark[1]] = column[row]
+    return Change(LiveBuffers, "store_codes", instead)
 
 
-def _resident_codes_not_owned(original: Any, writes: Any, request_ids: Any, key: Any, *rest: Any) -> None:
-    if key in writes._resident:
-        _codes_not_owned(original, writes, request_ids, key, *rest)
-    else:
-        original(writes, request_ids, key, *rest)
+def _codes_not_owned(original: Any, live: Any, request_ids: Any, key: Any, codes: Any, marks: Any) -> None:
+    original(live, request_ids, key, codes, marks)
+    for row, info in enumerate(live.of(request_ids)):
+        info[key[0]][key[1]] = codes[row : row + 1]
 
 
-def _one_generator(original: Any, talker: Any, request_ids: Sequence[str]) -> list[Any]:
-    own = original(talker, request_ids)
-    return [next((generator for generator in own if generator is not None), None)] * len(own)
+def _codes_of_the_next_call(original: Any, live: Any, request_ids: Any, key: Any, codes: Any, marks: Any) -> None:
+    """Codes copied together with those of the next MTP call, as where a block of writes ends with the step."""
+    _codes_not_owned(original, live, request_ids, key, codes, marks)
+    live.__dict__.setdefault("_held", []).append(lambda: original(live, request_ids, key, codes, marks))
 
 
-def _new_generators(original: Any, talker: Any, request_ids: Sequence[str]) -> list[Any]:
-    talker._runner.__dict__.pop("_talker_mtp_generators", None)
-    return original(talker, request_ids)
+def _resident_codes_not_owned(original: Any, runner: Any, request_ids: Sequence[str], *rest: Any) -> None:
+    original(runner, request_ids, *rest)
+    if ("codes", "audio") in runner.model.gpu_resident_buffer_keys:
+        for row, request_id in enumerate(request_ids):
+            runner.model_intermediate_buffer[request_id]["codes"]["audio"] = runner.model.mtp_codes[row : row + 1]
 
 
-def _replayed(original: Any, released: Any) -> Any:
+def _held_until_the_end(original: Any, live: Any, request_ids: Any, updates: Any) -> None:
+    live.__dict__.setdefault("_held", []).append(lambda: original(live, list(request_ids), list(updates)))
+
+
+def _held_are_stored(original: Any, live: Any, *error: Any) -> None:
+    for store in live.__dict__.pop("_held", ()):
+        store()
+    original(live, *error)
+
+
+def _deep_values_not_owned(original: Any, live: Any, request_ids: Any, updates: Any) -> None:
+    original(live, request_ids, updates)
+    for info, update in zip(live.of(request_ids), updates, strict=True):
+        for key, group in update.items():
+            if isinstance(group, dict):
+                deep = {name: value for name, value in group.items() if isinstance(value, (dict, list, tuple))}
+                info[key].update(deep)
+
+
+def _updates_after_the_rows(original: Any, port: Any, rows: Sequence[int], updates: Any) -> None:
+    port.__dict__.setdefault("_waiting", []).append((original, rows, updates))
+
+
+def _rows_before_updates(original: Any, port: Any, *args: Any) -> None:
+    original(port, *args)
+    for store, rows, updates in port.__dict__.pop("_waiting", ()):
+        store(port, rows, updates)
+
+
+def _stored_before_refused(original: Any, live: Any, request_ids: Any, updates: Any) -> None:
+    for request_id, update in zip(request_ids, updates, strict=True):
+        original(live, (request_id,), (update,))
+
+
+def _filled_backwards(original: Any, talker: Any, helper: Any, position: int, count: int, parts: Sequence[Any]) -> None:
+    for buffer, part in zip(talker.inputs[-len(parts) :], parts, strict=True):
+        _copied_backwards(None, helper, buffer, slice(position, position + count), part)
+
+
+def _made_anew(original: Any, port: Any, rows: Sequence[int]) -> Any:
+    buffers = port.runner.model_intermediate_buffer
+    for row in rows:
+        if not isinstance(buffers.get(port.plan.request_ids[row]), dict):
+            buffers[port.plan.request_ids[row]] = {}
+    return original(port, rows)
+
+
+def _one_generator(original: Any, runner: Any, request_ids: Sequence[str], *rest: Any) -> None:
+    known = runner.__dict__.setdefault("_talker_mtp_generators", {})
+    shared = known.setdefault("shared", torch.Generator().manual_seed(11))
+    known.update(dict.fromkeys(request_ids, shared))
+    original(runner, request_ids, *rest)
+
+
+def _new_generators(original: Any, runner: Any, *args: Any) -> None:
+    runner.__dict__.pop("_talker_mtp_generators", None)
+    original(runner, *args)
+
+
+def _full_graph(original: Any, runtime: Any) -> Any:
     from vllm.config import CUDAGraphMode
 
-    return replace(original(released), eager=lambda: CUDAGraphMode.FULL)
+    return CUDAGraphMode.FULL
 
 
-def _row_by_row(original: Any, talker: Any, call: Call, offsets: Sequence[int], generators: Any) -> None:
-    if len(offsets) > 1:
-        talker._run_row_by_row(call, offsets, generators)
-    else:
-        original(talker, call, offsets, generators)
+class _Claiming:
+    """A model that claims to take a generator per row, or not, whatever is true."""
+
+    def __init__(self, model: Any, per_row: bool) -> None:
+        self.model, self.talker_mtp_accepts_per_row_generators = model, per_row
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
 
-def _in_one_call(original: Any, talker: Any, *args: Any) -> None:
-    talker._run_once(*args)
+def _claiming(per_row: bool) -> Change:
+    def instead(original: Any, talker: Any, call: Call, *rest: Any) -> None:
+        original(talker, replace(call, model=_Claiming(call.model, per_row)), *rest)
+
+    return Change(TalkerMtp, "run", instead)
 
 
-def _infos_of_others(original: Any, talker: Any, *args: Any) -> dict[str, Any]:
-    keywords = original(talker, *args)
-    return {name: value[::-1] if name == "req_infos" else value for name, value in keywords.items()}
+def _infos_of_others(original: Any, runner: Any, *args: Any) -> None:
+    own = runner.talker_mtp
+    runner.talker_mtp = lambda *inputs, req_infos=(), **keywords: own(*inputs, req_infos=req_infos[::-1], **keywords)
+    original(runner, *args)
+    runner.talker_mtp = own
 
 
-def _padding_written(original: Any, call: Call, raw: Any) -> Any:
+def _padding_written(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
     behind = raw[0][len(call.rows) :][-1:]
     call.embeds[len(call.embeds) - len(behind) :].copy_(behind)
-    return original(call, raw)
+    return original(call, raw, **keywords)
 
 
-def _padding_codes(original: Any, call: Call, raw: Any) -> Any:
-    embeds, codes = original(call, raw)
+def _padding_codes(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
+    embeds, codes = original(call, raw, **keywords)
     return embeds, None if codes is None else raw[1][-len(codes) :]
 
 
-def _blank_codes(original: Any, call: Call, raw: Any) -> Any:
-    embeds, codes = original(call, raw)
+def _blank_codes(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
+    embeds, codes = original(call, raw, **keywords)
     return embeds, torch.zeros(len(embeds), 5, dtype=torch.int64) if codes is None else codes
 
 
@@ -603,10 +687,10 @@ def _blank_codes(original: Any, call: Call, raw: Any) -> Any:
 MUTANTS: tuple[Mutant, ...] = (
     # M: the fields.
     Mutant("batched-entries-without-fields", ("M1",), "entries of a batched call lack the fields",
-           (Change(_Port, "call_batch",
+           (Change(RunnerPort, "call_batch",
                    lambda original, port, run, infos, ids: original(port, run, [_bare(i) for i in infos], ids)),)),
     Mutant("scalar-call-without-fields", ("M1",), "the scalar hook's keywords lack the fields",
-           (Change(_Port, "call_scalar",
+           (Change(RunnerPort, "call_scalar",
                    lambda original, port, row, info, *rest: original(port, row, _bare(info), *rest)),)),
     Mutant("numpy-scalars", ("M2",), "the fields are NumPy scalars", (_altered_fields(_numpy_scalars),)),
     Mutant("phase-as-int", ("M2",), "the phase is an int",
@@ -614,7 +698,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("prompt-length-of-the-chunk", ("M3",), "the prompt length is the chunk's",
            (_planned_on(prompt=lambda prompt, computed, spans: spans),)),
     Mutant("prompt-length-of-first-sight", ("M3", "M8"), "a prompt that grew keeps its first length",
-           (Change(mixin, "_prompt_lens", _first_prompt_lens),)),
+           (Change(mixin, "prompt_lens_of", _first_prompt_lens),)),
     Mutant("progress-after-the-span", ("M4",), "the progress counts the step's own span",
            (_planned_on(computed=lambda prompt, computed, spans: computed + spans),)),
     Mutant("progress-of-the-request-state", ("M4",), "the progress is the request state's, which lags behind",
@@ -629,37 +713,37 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("batch-hook-after-the-fields", ("M6",), "preprocess_batch runs on fields that are not refreshed behind it",
            (_replanned(_write_while_planning), Change(StepPlan, "write_fields", lambda original, *args: None))),
     Mutant("scheduler-order", ("M7",), "rows follow the scheduler's dictionary",
-           (Change(mixin, "_plan", _scheduler_order),)),
+           (Change(mixin, "plan_of", _scheduler_order),)),
     Mutant("arrival-order", ("R3", "T5"), "rows are paired with requests in order of arrival",
            (_replanned(_arrival_order),)),
     Mutant("latched-decode", ("M8",), "a request that decoded once stays decode", (_replanned(_latched_decode),)),
     Mutant("latched-first-phase", ("M8",), "a request keeps the phase of its first step",
            (_replanned(_latched_first_phase),)),
     Mutant("private-infos", ("M9",), "hooks and fields get copies of the live buffers",
-           (Change(_Port, "infos", lambda original, port, rows: [dict(info) for info in original(port, rows)]),)),
+           (Change(RunnerPort, "infos", lambda original, port, rows: [dict(info) for info in original(port, rows)]),)),
     Mutant("deep-copied-infos", ("M9",), "a hook pops a nested value from a copy, and finds it again",
-           (Change(_Port, "call_scalar",
+           (Change(RunnerPort, "call_scalar",
                    lambda original, port, row, info, *rest: original(port, row, copy.deepcopy(info), *rest)),)),
     Mutant("returned-fields-stored", ("M9",), "fields that hooks return are stored, and not written over",
-           (Change(routing, "storable", lambda original, update: update), *_LIVE_ONLY_ONCE)),
+           (Change(RunnerPort, "store_updates", _returned_fields_stored), _LIVE_ONLY_ONCE)),
     Mutant("fields-left-to-hooks", ("M9",), "fields that a hook changed in what it was handed stay changed",
-           _LIVE_ONLY_ONCE),
+           (_LIVE_ONLY_ONCE,)),
     Mutant("postprocess-fields", ("M9",), "postprocess reads another progress and phase than the hooks did",
            (Change(PhaseRoutingMixin, "_process_additional_information_updates", _progress_for_postprocess),)),
     Mutant("batch-hook-after-the-hooks", ("M10",), "preprocess_batch runs behind the per-row hooks",
            (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_last),)),
-    Mutant("batch-hook-twice", ("M10",), "preprocess_batch runs twice", (Change(routing, "route", _batch_hook_again),)),
+    Mutant("batch-hook-twice", ("M10",), "preprocess_batch runs twice", (Change(mixin, "route", _batch_hook_again),)),
     # R: routing.
     Mutant("hooks-without-has-preprocess", ("R1",), "has_preprocess is not asked",
-           (Change(_Phase, "active", lambda original, phase: True),)),
+           (Change(PhaseRoutingMixin, "_preprocess", _hooks_always),)),
     Mutant("batch-hook-without-has-preprocess", ("R1",), "preprocess_batch is called whatever has_preprocess says",
            (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_always),)),
     Mutant("batched-hook-takes-prefill", ("R2", "T2"), "one-token prefill rows go to the batched hook",
            (_runs_of(_one_token_rows),)),
     Mutant("uncallable-hook-taken", ("R2",), "an attribute of the batched hook's name is taken for the hook",
-           (Change(routing, "route", _uncallable_hook_taken),), raises=("TypeError",)),
+           (Change(mixin, "route", _uncallable_hook_taken),), raises=("TypeError",)),
     Mutant("infos-reversed", ("R3",), "the infos of a batched call are in reverse",
-           (Change(_Port, "call_batch", _infos_reversed),)),
+           (Change(RunnerPort, "call_batch", _infos_reversed),)),
     Mutant("batches-last", ("R4",), "batches are flushed behind all other spans",
            (Change(StepPlan, "runs", _batches_last),)),
     Mutant("five-values-without-mtp", ("R4",), "a batched hook without MTP must return five values",
@@ -667,54 +751,55 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("batched-hook-ignored", ("R4", "R5"), "the batched hook is never called",
            (Change(StepPlan, "runs", lambda original, rows, **how: original(rows, batched=False)),)),
     Mutant("batched-hook-ignored-with-mtp", ("R5",), "the batched hook is not called in models with MTP",
-           (Change(routing, "route", _no_batches_beside_mtp),)),
+           (Change(mixin, "route", _no_batches_beside_mtp),)),
     Mutant("new-embeds", ("R6",), "the forward gets a new embeddings tensor",
            (Change(PhaseRoutingMixin, "_preprocess", _new_embeds),)),
     Mutant("one-row-further", ("R6",), "a result is written one row too far",
-           (Change(_Port, "write_rows", _one_row_further),)),
+           (Change(RunnerPort, "write_rows", _one_row_further),)),
     Mutant("ids-always-copied", ("R7",), "token ids are copied although they came back as given",
-           (Change(_Port, "write_rows", _ids_always),), also=("tail",)),
+           (Change(RunnerPort, "write_rows", _ids_always),), also=("tail",)),
     Mutant("ids-never-copied", ("R7",), "other token ids that a hook returned are not written",
-           (Change(_Port, "write_rows",
+           (Change(RunnerPort, "write_rows",
                    lambda original, port, where, ids, embeds: original(port, where, None, embeds)),)),
     Mutant("mtp-gets-ids-as-given", ("R7",), "MTP gets the scheduled token ids, not those that hooks returned",
-           (Change(_Port, "run_mtp", _ids_as_given),)),
+           (Change(PhaseRoutingMixin, "_talker_mtp_forward", _ids_as_given),)),
     Mutant("updates-of-the-neighbour", ("R8",), "a row's updates go to the next row's request",
-           (Change(_Port, "store_updates", _updates_of_neighbour),)),
+           (Change(RunnerPort, "store_updates", _updates_of_neighbour),)),
     Mutant("updates-of-the-first", ("R8",), "only a batch's first row gets its updates",
-           (Change(_Port, "store_updates", _first_update_only),)),
-    Mutant("updates-twice", ("R8",), "updates are merged twice", (Change(_Port, "store_updates", _updates_twice),)),
+           (Change(RunnerPort, "store_updates", _first_update_only),)),
+    Mutant("updates-twice", ("R8",), "updates are merged twice",
+           (Change(RunnerPort, "store_updates", _updates_twice),)),
     Mutant("nested-updates-replace", ("R8",), "an update's nested dictionary replaces the stored one",
-           (Change(_Port, "store_updates", _nested_replaced),)),
+           (Change(RunnerPort, "store_updates", _nested_replaced),)),
     Mutant("updates-again-later", ("R8",), "updates are merged again behind postprocess",
-           (Change(_Port, "store_updates", _updates_noted),
+           (Change(RunnerPort, "store_updates", _updates_noted),
             Change(PhaseRoutingMixin, "_process_additional_information_updates", _noted_updates_again))),
     Mutant("whole-buffers", ("R9",), "the scalar hook gets the step's whole buffers",
-           (Change(_Port, "call_scalar", lambda original, port, row, info, ids, embeds:
+           (Change(RunnerPort, "call_scalar", lambda original, port, row, info, ids, embeds:
                    original(port, row, info, port.ids, port.embeds)),)),
     Mutant("copied-slice", ("R9",), "the scalar hook gets a copy of its embeddings slice",
-           (Change(_Port, "call_scalar", lambda original, port, row, info, ids, embeds:
+           (Change(RunnerPort, "call_scalar", lambda original, port, row, info, ids, embeds:
                    original(port, row, info, ids, embeds.clone())),)),
     Mutant("copied-ids", ("R9",), "the scalar hook gets a copy of its token ids",
-           (Change(_Port, "call_scalar", lambda original, port, row, info, ids, embeds:
+           (Change(RunnerPort, "call_scalar", lambda original, port, row, info, ids, embeds:
                    original(port, row, info, ids.clone(), embeds)),)),
     Mutant("ids-absent-for-hooks", ("R10",), "hooks get no token ids where the forward gets none",
-           (Change(_Port, "call_scalar", _without_ids), Change(_Port, "call_batch", _without_ids)),
+           (Change(RunnerPort, "call_scalar", _without_ids), Change(RunnerPort, "call_batch", _without_ids)),
            raises=("AttributeError",)),
     Mutant("ids-absent-for-forward", ("R10",), "the forward gets no token ids after hooks got them",
            (Change(PhaseRoutingMixin, "_preprocess", _forward_without_ids),)),
     # T: MTP.
     Mutant("mtp-rows-reversed", ("T1",), "the MTP batch is in reverse row order",
-           (Change(_Port, "run_mtp", lambda original, port, rows: original(port, rows[::-1])),)),
+           (Change(RunnerPort, "run_mtp", lambda original, port, rows: original(port, rows[::-1])),)),
     Mutant("mtp-infos-reversed", ("T1",), "MTP gets the infos of its rows in reverse",
-           (Change(TalkerMtp, "_keywords", _infos_of_others),), also=("request-ids",)),
+           (Change(PhaseRoutingMixin, "_talker_mtp_forward", _infos_of_others),), also=("request-ids",)),
     Mutant("mtp-on-tails", ("T2",), "every one-token span goes to MTP",
            (Change(contract, "is_mtp_eligible", lambda original, prompt, computed, span: span == 1),)),
     Mutant("one-token-prompt-is-decode", ("T3",), "a one-token prompt is taken for decode",
            (Change(contract, "is_mtp_eligible", _one_token_prompt_too),
             Change(contract, "is_prefill", lambda original, prompt, computed: (computed < prompt) & (prompt > 1)))),
     Mutant("mtp-fails-before-its-call", ("T3",), "a step ends in an error before MTP ran",
-           (Change(_Port, "run_mtp", _fails_on_two_prompts_of_one),), raises=("RuntimeError",)),
+           (Change(RunnerPort, "run_mtp", _fails_on_two_prompts_of_one),), raises=("RuntimeError",)),
     Mutant("mtp-at-row-numbers", ("T4",), "MTP embeddings land at row numbers instead of offsets",
            (Change(TalkerMtp, "run", _at_row_numbers),)),
     Mutant("codes-of-the-first-row", ("T5",), "every request gets the codes of the batch's first row",
@@ -724,39 +809,49 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("codes-of-the-neighbour", ("T5",), "every request gets the codes of the row before",
            (_codes_of(lambda codes: codes.roll(1, 0)),)),
     Mutant("mtp-inputs-in-one-place", ("T5",), "every row's MTP inputs are put into the first row",
-           (Change(Gathered, "write", _all_in_the_first_row),)),
+           (Change(TalkerMtp, "fill",
+                   lambda original, talker, helper, position, *rest: original(talker, helper, 0, *rest)),)),
     Mutant("codes-without-mark", ("T5",), "codes are stored without the validity mark the model asks for",
-           (Change(StateWrites, "store_codes",
-                   lambda original, writes, ids, key, codes, marks: original(writes, ids, key, codes, {})),)),
+           (Change(LiveBuffers, "store_codes",
+                   lambda original, live, ids, key, codes, marks: original(live, ids, key, codes, {})),)),
     Mutant("mtp-on-long-spans", ("T6", "R2"), "decode spans of any length are eligible",
            (Change(contract, "is_mtp_eligible", _long_or_short),)),
     Mutant("scalar-mtp-on-long-spans", ("T6",), "the scalar hook's long decode spans go to MTP",
            (Change(contract, "is_mtp_eligible", _long_or_short),
             _runs_of(lambda rows: replace(rows, eligible=_one_token_decodes(rows))))),
     Mutant("mtp-without-rows", ("T7",), "MTP runs in a step without eligible rows",
-           (Change(routing, "route", _mtp_without_rows),)),
+           (Change(mixin, "route", _mtp_without_rows),)),
     Mutant("one-generator", ("T8",), "all rows draw from the first seeded row's generator",
-           (Change(TalkerMtp, "_generators", _one_generator),)),
+           (Change(PhaseRoutingMixin, "_talker_mtp_forward", _one_generator),)),
     Mutant("generators-of-the-step", ("T8",), "a seeded request's stream begins again in every step",
-           (Change(TalkerMtp, "_generators", _new_generators),)),
+           (Change(PhaseRoutingMixin, "_talker_mtp_forward", _new_generators),)),
     Mutant("seeded-rows-replayed", ("T8",), "seeded rows are replayed in a graph, which ignores their generators",
-           (Change(mixin, "runtime_of", _replayed),)),
+           (Change(Runtime, "eager", _full_graph),)),
     Mutant("seeded-rows-in-one-call", ("T8",), "a model that takes one generator gets a list of them",
-           (Change(TalkerMtp, "_run_row_by_row", _in_one_call),)),
+           (_claiming(True),)),
     Mutant("always-row-by-row", ("T8",), "a model that takes a generator per row is still called row by row",
-           (Change(TalkerMtp, "_run_once", _row_by_row),)),
+           (_claiming(False),)),
     Mutant("aliasing-block", ("T9",), "what is stored shares memory with the device's buffers",
            (Change(BufferHelper, "snapshot", lambda original, helper, tensor: tensor),)),
-    Mutant("reused-tensors-wait", ("T9",), "what a hook can still fill is not copied before the next one runs",
-           (Change(StateWrites, "own", lambda original, writes: None),)),
     Mutant("aliasing-codes", ("T9",), "stored codes are rows of MTP's own output",
-           (Change(StateWrites, "store_codes", _codes_not_owned),)),
+           (Change(LiveBuffers, "store_codes", _codes_not_owned),)),
+    Mutant("codes-copied-at-the-end", ("T9",), "codes are copied when all MTP calls of the step are done",
+           (Change(LiveBuffers, "store_codes", _codes_of_the_next_call),
+            Change(LiveBuffers, "__exit__", _held_are_stored))),
+    Mutant("updates-copied-at-the-end", ("T9",), "what hooks hand over is copied when the step's writes are done",
+           (Change(LiveBuffers, "store", _held_until_the_end), Change(LiveBuffers, "__exit__", _held_are_stored)),
+           also=("reused-updates",)),
+    Mutant("updates-behind-the-rows", ("T9",), "a row's embeddings and ids are written before its updates are copied",
+           (Change(RunnerPort, "store_updates", _updates_after_the_rows),
+            Change(RunnerPort, "write_rows", _rows_before_updates))),
+    Mutant("aliasing-deep-updates", ("T9",), "what lies deep in an update is stored as it is",
+           (Change(LiveBuffers, "store", _deep_values_not_owned),)),
     Mutant("aliasing-updates", ("T9",), "what hooks return in their updates is stored as it is",
-           (Change(_Port, "store_updates", _updates_not_owned),)),
+           (Change(RunnerPort, "store_updates", _updates_not_owned),)),
     Mutant("aliasing-live-updates", ("T9",), "a returned tensor that a hook put into the live buffer is left there",
-           (Change(_Port, "store_updates", _stored_left_alone),)),
+           (Change(RunnerPort, "store_updates", _stored_left_alone),)),
     Mutant("aliasing-resident-codes", ("T9",), "codes that stay on the device are rows of MTP's own output",
-           (Change(StateWrites, "store_codes", _resident_codes_not_owned),)),
+           (Change(PhaseRoutingMixin, "_talker_mtp_forward", _resident_codes_not_owned),)),
     Mutant("padding-written-back", ("T10",), "embeddings of padding rows reach the step's buffer",
            (Change(results, "mtp_result", _padding_written),)),
     Mutant("padding-codes", ("T10",), "requests get the codes of the last rows, padding included",
@@ -765,14 +860,16 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(results, "mtp_result", _blank_codes),)),
     # E: the edges.
     Mutant("no-ids-no-prompt", ("E1",), "a request without prompt_token_ids has prompt length 0",
-           (Change(mixin, "_prompt_lens", _without_embeds),)),
+           (Change(mixin, "prompt_lens_of", _without_embeds),)),
     Mutant("prompt-embeds-not-laid", ("E1",), "hooks are not given the request's prompt embeddings",
-           (Change(mixin, "_overlay_prompt_embeds", lambda original, *args: None),)),
+           (Change(PhaseRoutingMixin, "_collect_additional_information_for_prefill", lambda original, *args: None),)),
     Mutant("crossing-is-decode", ("E2",), "a span across the prompt boundary is decode",
            (_replanned(_crossing_is_decode),)),
     # The scenario about E3 shows the phase; the clause itself is judged where a request's progress goes back.
     Mutant("replay-is-prefill", ("E3", "M8"), "a chunk of a preemption replay past the prompt is prefill",
            (_replanned(_replay_is_prefill),), also=("owned-results",)),
+    Mutant("replay-draws-on", ("E3",), "a replayed row moves its request's generator on",
+           (Change(contract, "is_replay", lambda original, *lengths: False),)),
     Mutant("no-refusal", ("E4",), "impossible lengths are not refused", (_NO_REFUSAL,),
            raises=("IndexError", "RuntimeError")),
     Mutant("negative-lengths-clamped", ("E4",), "negative spans and offsets are taken for 0",
@@ -780,7 +877,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("batch-hook-before-refusal", ("E4",), "impossible lengths are refused behind preprocess_batch",
            (Change(PhaseRoutingMixin, "_preprocess", _batch_hook_first),)),
     Mutant("late-refusal", ("E4",), "impossible lengths are refused behind the hooks",
-           (_NO_REFUSAL, Change(routing, "route", _refuse_late)),
+           (_NO_REFUSAL, Change(mixin, "route", _refuse_late)),
            raises=("IndexError", "RuntimeError")),
     Mutant("deviations-silent", ("E5", "E7"), "tolerated results are not warned of", (_report(True, "is silent"),)),
     Mutant("deviations-raised", ("E5", "E7"), "tolerated results are errors in the default mode",
@@ -789,44 +886,51 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("strict-tolerates", ("E5", "E5b", "E7"), "strict mode is no stricter than the default",
            (_report(False, "warns"),)),
     Mutant("mtp-inputs-made-to-fit", ("E5",), "malformed mtp_inputs go to MTP as zeros",
-           (Change(results, "_mtp_inputs", _inputs_made_to_fit),)),
+           (_given_to_mtp(_made_to_fit),)),
     Mutant("long-results-whole", ("E5",), "rows behind the span are written too",
            (Change(results, "scalar_result", _whole_result),), raises=("RuntimeError",)),
-    Mutant("embeds-unchecked", ("E5", "E5b"), "rank, width, dtype and device of embeddings are not checked",
-           (Change(results, "_check_embeds", lambda original, *args: None),),
-           raises=("RuntimeError", "NotImplementedError")),
-    Mutant("ids-unchecked", ("E5", "E5b"), "floating token ids are taken",
-           (Change(results, "_check_ids", lambda original, *args: None),)),
-    Mutant("mtp-parts-unchecked", ("E5b",), "the shapes of hidden states and text step are not checked",
-           (Change(results, "_check_rows", lambda original, *args: None),), raises=("RuntimeError",)),
+    Mutant("results-unchecked", ("E5", "E5b"), "every tensor is taken for one like the step's buffer",
+           (Change(Call, "fits", lambda original, call, *args: True),),
+           raises=("RuntimeError", "NotImplementedError", "AttributeError", "IndexError")),
+    Mutant("odd-results-refused", ("E5", "E5b"), "what the released runner casts or broadcasts is an error",
+           (Change(Call, "laid_out", _refused),), raises=("ContractError",)),
+    Mutant("odd-results-blank", ("E5", "E5b"), "what the released runner casts or broadcasts is written as zeros",
+           (Change(Call, "laid_out", _zeros),)),
     Mutant("batch-unchecked", ("E5b",), "nothing of a batched result is checked",
            (Change(results, "batch_result", _unchecked_batch),),
-           raises=("RuntimeError", "ValueError", "IndexError", "NotImplementedError")),
+           raises=("RuntimeError", "ValueError", "IndexError", "NotImplementedError", "AttributeError")),
     Mutant("written-before-checked", ("E5b",), "embeddings of a batch are written before it is checked",
-           (Change(_Port, "call_batch", _written_unchecked),)),
+           (Change(RunnerPort, "call_batch", _written_unchecked),)),
     Mutant("noted-before-checked", ("E5b",), "live buffers note what a batch returned before it is checked",
-           (Change(_Port, "call_batch", _noted_unchecked),)),
+           (Change(RunnerPort, "call_batch", _noted_unchecked),)),
     Mutant("merged-before-checked", ("E5",), "a row's updates are merged before its result is checked",
-           (Change(_Port, "call_scalar", _merged_unchecked),)),
+           (Change(RunnerPort, "call_scalar", _merged_unchecked),)),
     Mutant("batch-in-mtp-before-checked", ("E5b",), "a batch's hidden states go to MTP before it is checked",
-           (Change(_Port, "call_batch", _batch_in_mtp_unchecked),)),
+           (Change(RunnerPort, "call_batch", _batch_in_mtp_unchecked),)),
     Mutant("row-in-mtp-before-checked", ("E5",), "a row's text step goes to MTP before its result is checked",
-           (Change(_Port, "call_scalar", _row_in_mtp_unchecked),), raises=("RuntimeError",)),
+           (Change(RunnerPort, "call_scalar", _row_in_mtp_unchecked),), raises=("RuntimeError",)),
     Mutant("mtp-inputs-stored", ("E6",), "mtp_inputs that are not consumed are stored with the request",
-           (Change(routing, "storable", lambda original, update: update),)),
+           (Change(RunnerPort, "store_updates", _inputs_stored),)),
     Mutant("mtp-inputs-stored-without-mtp", ("E6",), "a model without MTP finds its mtp_inputs stored",
-           (Change(_Port, "call_scalar", _inputs_left_without_mtp),)),
+           (Change(RunnerPort, "call_scalar", _inputs_left_without_mtp),)),
     Mutant("mtp-inputs-demanded", ("E7",), "an eligible row without mtp_inputs is a KeyError",
-           (Change(results, "_mtp_inputs", _unchecked_mtp_inputs),), raises=("KeyError",)),
+           (_given_to_mtp(lambda updates, width: updates[MTP_INPUTS]),), raises=("KeyError",)),
     Mutant("blank-mtp-inputs", ("E7",), "an eligible row without mtp_inputs goes to MTP with zeros",
-           (Change(results, "_mtp_inputs", _blank_mtp_inputs),)),
+           (_given_to_mtp(lambda updates, width: updates.get(MTP_INPUTS, _blank(width))),)),
     Mutant("overlap-ignored", ("E8",), "rows are copied over themselves in the wrong order",
            (Change(BufferHelper, "put", _copied_backwards),)),
+    Mutant("overlap-in-mtp-ignored", ("E8",), "rows of the MTP inputs are copied over themselves in the wrong order",
+           (Change(TalkerMtp, "fill", _filled_backwards),)),
+    Mutant("no-dictionary-replaced", ("E9",), "a live buffer that is no dictionary is thrown away for a new one",
+           (Change(RunnerPort, "infos", _made_anew),)),
+    Mutant("stored-one-by-one", ("E9",), "a batch's updates are stored up to the request that is refused",
+           (Change(LiveBuffers, "store", _stored_before_refused),)),
     # The released runner, which the mixin is there for.
     Mutant("released-step", ("M9", "E1", "E4"), "the step is the released runner's",
-           (Change(PhaseRoutingMixin, "_preprocess", _released_step),), raises=("TypeError", "KeyError", "IndexError")),
+           (Change(PhaseRoutingMixin, "_preprocess", _released_step),),
+           raises=("TypeError", "KeyError", "IndexError", "RuntimeError")),
     Mutant("released-runner", ("M9", "T9", "E4", "E5", "E6"), "the mixin does nothing",
-           (Change(mixin, "_phase_of", _switched_off),),
+           (Change(mixin, "phase_of", _switched_off),),
            raises=("KeyError", "RuntimeError", "ValueError", "NotImplementedError", "AttributeError", "IndexError")),
 )
 # fmt: on

@@ -191,26 +191,6 @@ def test_a_host_tensor_may_change_once_it_was_copied(make: Make) -> None:
 # Results.
 
 
-@pytest.mark.parametrize("keep", [lambda lent: lent, lambda lent: lent[1:2], lambda lent: None])
-def test_what_was_lent_and_kept_is_not_written_over(
-    make: Make, keep: Callable[[torch.Tensor], torch.Tensor | None]
-) -> None:
-    helper = make()
-    source = torch.arange(4, dtype=torch.int32, device=helper.device)
-    first = helper.lend(source)
-    kept, memory = keep(first), first.data_ptr()
-    del first
-    was = None if kept is None else kept.tolist()
-    again = helper.lend(source.add_(10))
-    assert again.tolist() == [10, 11, 12, 13]
-    if kept is not None:
-        assert kept.tolist() == was
-    elif helper.is_host:
-        # On the stand-in nobody can see who reaches a tensor.
-        assert again.data_ptr() == memory
-    assert helper.lend(torch.zeros(500, dtype=torch.int64, device=helper.device)).tolist() == [0] * 500
-
-
 def test_snapshot_is_owned_and_contiguous(make: Make) -> None:
     helper = make()
     source = _rows(helper.device, 4, 4).t().requires_grad_()
@@ -235,32 +215,16 @@ tensors = st.builds(
 )
 
 
-@given(groups=st.lists(st.lists(tensors, min_size=1, max_size=5), max_size=3))
-def test_packed_tensors_come_back_on_the_host_and_owned(make: Make, groups: list[list[torch.Tensor]]) -> None:
+@given(blocks=st.lists(tensors, max_size=5))
+def test_fetched_blocks_are_on_the_host_in_memory_of_their_own(make: Make, blocks: list[torch.Tensor]) -> None:
     helper = make()
-    groups = [[tensor.to(helper.device) for tensor in group] for group in groups]
-    fetched = helper.fetch([helper.pack(group) for group in groups])
-    back = [helper.unpack(block, group) for block, group in zip(fetched, groups, strict=True)]
-    wanted = [[tensor.clone() for tensor in group] for group in groups]
-    for group in groups:
-        for tensor in group:
-            tensor.zero_()
-    for group, copies in zip(wanted, back, strict=True):
-        for tensor, copy in zip(group, copies, strict=True):
-            assert copy.device == CPU
-            assert copy.dtype == tensor.dtype
-            assert copy.is_contiguous()
-            assert torch.equal(copy, tensor.cpu())
-
-
-def test_writes_to_one_unpacked_tensor_stay_there(make: Make) -> None:
-    helper = make()
-    group = [torch.tensor(True), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)]
-    group = [tensor.to(helper.device) for tensor in group]
-    first, second, third = helper.unpack(helper.pack(group), group)
-    second.fill_(5)
-    assert first.item() is True
-    assert third.tolist() == [1, 1]
+    wanted = [block.clone().contiguous() for block in blocks]
+    fetched = helper.fetch([helper.snapshot(block.to(helper.device)) for block in blocks])
+    for block, copy in zip(wanted, fetched, strict=True):
+        assert (copy.device, copy.dtype, copy.shape) == (CPU, block.dtype, block.shape)
+        assert copy.is_contiguous()
+        assert copy.untyped_storage().nbytes() == block.nbytes
+        assert torch.equal(copy, block)
 
 
 # Choice by device.
@@ -285,49 +249,30 @@ def test_base_helper_stages_on_its_device() -> None:
 
 # What is put together.
 
-on_the_host = pytest.mark.parametrize("kind", [BufferHelper, CpuBufferHelper])
 
-
-@on_the_host
 @given(count=st.integers(1, 5), shape=st.lists(st.integers(0, 3), max_size=2), dtype=st.sampled_from(DTYPES))
-def test_joined_tensors_are_owned_rows_of_one_block(
-    kind: type[BufferHelper], count: int, shape: list[int], dtype: torch.dtype
+def test_stacked_tensors_are_owned_rows_of_one_block(
+    make: Make, count: int, shape: list[int], dtype: torch.dtype
 ) -> None:
-    helper = kind(CPU)
-    group = [torch.full(shape, index % 2, dtype=dtype) for index in range(count)]
-    block = helper.join(group)
+    helper = make()
+    group = [torch.full(shape, index % 2, dtype=dtype, device=helper.device) for index in range(count)]
+    block = helper.stack(group)
     for tensor in group:
         tensor.fill_(1)
     assert block.shape == (count, *shape)
+    assert block.is_contiguous()
     assert [part.unique().tolist() for part in block.unbind()] == [
         [index % 2] if part.numel() else [] for index, part in enumerate(block)
     ]
 
 
-@on_the_host
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gathered_rows_are_cast_in_place(kind: type[BufferHelper], dtype: torch.dtype) -> None:
-    dest = torch.zeros(4, 3, dtype=dtype)
-    address = dest.data_ptr()
-    for count in (1, 3):
-        kind(CPU).gather([torch.full((1, 3), 1.0 + row) for row in range(count)], out=dest[:count])
-        assert dest[:count, 0].tolist() == [1.0 + row for row in range(count)]
-    kind(CPU).gather([torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bfloat16)], out=dest[2:])
-    assert dest[2:].eq(1).all()
-    assert dest.data_ptr() == address
-
-
-@on_the_host
-def test_fetched_blocks_are_in_memory_of_their_own(kind: type[BufferHelper]) -> None:
-    helper = kind(CPU)
-    blocks = [torch.ones(2, dtype=torch.bool), torch.ones(3, 5, dtype=torch.int64)]
-    fetched = helper.fetch(blocks)
-    assert [block.untyped_storage().nbytes() for block in fetched] == [2, 120]
-    assert all(torch.equal(*pair) for pair in zip(fetched, blocks, strict=True))
-
-
-def test_a_host_tensor_becomes_an_owned_one_of_the_device() -> None:
-    helper = base.HELPER(torch.device("meta"))
-    assert helper.own(torch.ones(2)).device.type == "meta"
-    own = torch.ones(2)
-    assert base.HELPER(CPU).own(own).data_ptr() != own.data_ptr()
+def test_several_copies_are_cast_in_place(make: Make, dtype: torch.dtype) -> None:
+    helper = make()
+    dests = [torch.zeros(1, 3, dtype=dtype, device=helper.device) for _ in range(3)]
+    addresses = [dest.data_ptr() for dest in dests]
+    helper.copy_all(
+        dests, [_rows(where, 1) + number for number, where in enumerate((helper.device, CPU, helper.device))]
+    )
+    assert [dest[0].tolist() for dest in dests] == [[number, number + 1.0, number + 2.0] for number in range(3)]
+    assert [dest.data_ptr() for dest in dests] == addresses

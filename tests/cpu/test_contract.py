@@ -173,6 +173,12 @@ def test_error_survives_pickling() -> None:
     )
 
 
+def test_error_is_what_released_runners_raise() -> None:
+    """Of incomplete batched results they raise a ValueError, of others a RuntimeError."""
+    assert isinstance(_error(), RuntimeError)
+    assert isinstance(_error(), ValueError)
+
+
 def test_error_of_an_unknown_clause_cannot_be_made() -> None:
     with pytest.raises(KeyError, match="X1"):
         ContractError("X1", requests=[], rows=[], expected="", actual="")

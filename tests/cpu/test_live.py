@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes into live buffers: merged as the released runner merges them, and owned."""
+"""Writes into live buffers: merged as the released runner merges them, and copied in the call that stores them."""
 
 from __future__ import annotations
 
+import threading
 from collections import UserDict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.cpu import CpuBufferHelper
-from omni_npu_phase.step.live import StateWrites, live_info
+from omni_npu_phase.contract import IS_PREFILL, MTP_INPUTS, ContractError
+from omni_npu_phase.step.live import LiveBuffers
 
 CPU = torch.device("cpu")
 RESIDENT = ("codes", "audio")
@@ -32,10 +34,16 @@ def _runner(cls: type = SimpleNamespace, *requests: str) -> Any:
 
 def _store(runner: Any, updates: list[Any], make: type[BufferHelper] = CpuBufferHelper) -> None:
     """Each update on its own, for request a."""
-    writes = StateWrites(runner, make(CPU))
+    live = LiveBuffers(runner, make(CPU))
     for update in updates:
-        writes.store("a", update)
-        writes.finish()
+        with live:
+            live.store(["a"], [update])
+
+
+def _store_in(live: LiveBuffers, **updates: Any) -> None:
+    """Each request's update, together."""
+    with live:
+        live.store(list(updates), list(updates.values()))
 
 
 def _plain(value: Any) -> Any:
@@ -44,13 +52,13 @@ def _plain(value: Any) -> Any:
         return ("tensor", str(value.dtype), tuple(value.shape), value.tolist())
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+    return [type(value), *map(_plain, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [tensor for part in inner for tensor in _tensors(part)]
 
 
@@ -62,17 +70,22 @@ tensor = st.builds(
 )
 plain = st.one_of(st.none(), st.integers(0, 9), st.just("text"), st.just((1, 2)))
 value = st.one_of(plain, tensor, st.lists(st.one_of(plain, tensor), max_size=3))
-nested = st.dictionaries(st.sampled_from(["audio", "x", "y"]), st.one_of(value, st.just({"deep": 1})), max_size=3)
+# As vLLM-Omni's own schema has it: layers of hidden states are one dictionary deeper.
+deep = st.one_of(
+    st.dictionaries(st.integers(0, 2), value, max_size=2),
+    st.tuples(value, tensor),
+    st.lists(st.tuples(tensor), max_size=2),
+)
+nested = st.dictionaries(st.sampled_from(["audio", "x", "y"]), st.one_of(value, deep), max_size=3)
 update = st.builds(
     lambda values, groups: {**values, **groups},
     st.dictionaries(st.sampled_from(["p", "q"]), value, max_size=2),
     st.dictionaries(st.sampled_from(["codes", "meta"]), nested, max_size=2),
 )
-odd_update: st.SearchStrategy[Any] = st.one_of(st.sampled_from([None, {}, [], "text", 5]), st.just(torch.ones(2)))
 
 
 @any_helper
-@given(updates=st.lists(st.one_of(update, odd_update), max_size=5))
+@given(updates=st.lists(update.filter(bool), max_size=5))
 def test_merged_as_the_released_runner_merges(released: type, make: type[BufferHelper], updates: list[Any]) -> None:
     oracle, ours = _runner(released), _runner()
     for each in updates:
@@ -96,49 +109,49 @@ def test_stored_tensors_are_owned_and_contiguous(make: type[BufferHelper], updat
     assert all(stored.is_contiguous() for stored in _tensors(runner.model_intermediate_buffer))
 
 
-@pytest.mark.parametrize("copies", ["own", "finish"])
-def test_tensors_are_copied_before_a_hook_can_fill_them_again(copies: str) -> None:
-    runner = _runner()
-    writes, reused = StateWrites(runner, CpuBufferHelper(CPU)), torch.tensor([1])
-    writes.store("a", {"x": reused, "many": [reused]})
-    getattr(writes, copies)()
-    reused.fill_(2)
-    writes.finish()
-    info = runner.model_intermediate_buffer["a"]
-    assert info["x"].tolist() == info["many"][0].tolist() == [1]
+def _reused(tensor: torch.Tensor) -> dict[str, Any]:
+    """One tensor at every depth of an update."""
+    group = {"y": tensor, "deep": {0: tensor}, "pair": (tensor, 1), "lists": [[tensor], tensor]}
+    return {"x": tensor, "many": [tensor, (tensor,)], "at": {"meta": tensor}, "meta": group}
 
 
-def _new(number: int) -> dict[str, Any]:
-    return {"x": torch.full((2,), number)}
+def test_a_tensor_may_be_filled_again_once_it_is_stored() -> None:
+    """As for each row of a step, or by another thread: no end of a block of writes is waited for."""
+    runner, reused = _runner(SimpleNamespace, "a", "b"), torch.zeros(1)
+    live = LiveBuffers(runner, CpuBufferHelper(CPU))
+    with live:
+        for number, request in enumerate("ab"):
+            live.store([request], [_reused(reused.fill_(number))])
+            reused.fill_(9)
+    for number, request in enumerate("ab"):
+        stored = _tensors(runner.model_intermediate_buffer[request])
+        assert [tensor.tolist() for tensor in stored] == [[number]] * len(_tensors(_reused(reused)))
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_only_what_somebody_else_can_reach_is_copied(kept: bool) -> None:
-    """The rest is owned as it is; what is copied is copied together, and at once."""
-    runner, helper, joined = _runner(SimpleNamespace, "a", "b"), CpuBufferHelper(CPU), []
-    writes, join = StateWrites(runner, helper), helper.join
-    helper.join = lambda tensors: joined.append(len(tensors)) or join(tensors)  # type: ignore[method-assign, func-returns-value]
-    updates = [_new(number) for number in range(2)]
-    pointers = [update["x"].data_ptr() for update in updates]
-    for request in "ba":
-        writes.store(request, updates[-1] if kept else updates.pop())
-        if kept:
-            updates.insert(0, updates.pop())
-    writes.own()
-    live = [runner.model_intermediate_buffer[request]["x"] for request in "ab"]
-    assert joined == ([2] if kept else [])
-    assert [tensor.data_ptr() == pointer for tensor, pointer in zip(live, pointers, strict=True)] == [not kept] * 2
-    assert [tensor.tolist() for tensor in live] == [[0, 0], [1, 1]]
+def test_one_tensor_for_every_request_becomes_each_ones_own() -> None:
+    runner, shared = _runner(SimpleNamespace, "a", "b"), torch.zeros(2)
+    _store_in(LiveBuffers(runner, CpuBufferHelper(CPU)), a={"x": shared}, b={"x": shared})
+    with torch.inference_mode():
+        runner.model_intermediate_buffer["a"]["x"].fill_(1)
+    assert runner.model_intermediate_buffer["b"]["x"].tolist() == [0, 0]
+    assert shared.tolist() == [0, 0]
 
 
-def test_what_its_maker_holds_is_copied_before_another_thread_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StateWrites, "own", lambda writes: None)
-    runner, reused = _runner(), torch.tensor([1])
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store_copies("a", {"x": reused, "many": [reused], "codes": {"audio": reused}, "meta": {"y": reused, "z": 2}})
-    reused.fill_(2)
-    assert [tensor.tolist() for tensor in _tensors(runner.model_intermediate_buffer["a"])] == [[1]] * 4
-    assert runner.model_intermediate_buffer["a"]["meta"]["z"] == 2
+class _Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_containers_are_made_anew_only_where_a_tensor_lies_in_them() -> None:
+    """A hook's own nested state stays its own (M9)."""
+    runner, own = _runner(), {"counter": {"n": 1}}
+    value = {"keep": own, "pair": _Pair(torch.ones(1), own), "plain": (1, own)}
+    _store(runner, [{"meta": {"deep": value}}])
+    stored = runner.model_intermediate_buffer["a"]["meta"]["deep"]
+    assert stored is not value
+    assert stored["keep"] is stored["pair"].right is own
+    assert type(stored["pair"]) is _Pair
+    assert stored["plain"] is value["plain"]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +161,7 @@ def test_what_its_maker_holds_is_copied_before_another_thread_can_read_it(monkey
 )
 def test_what_is_stored_is_contiguous_memory_of_its_own(part: Any) -> None:
     runner = _runner()
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store("a", {"x": part()})
-    writes.finish()
+    _store(runner, [{"x": part()}])
     stored = runner.model_intermediate_buffer["a"]["x"]
     assert stored.is_contiguous()
     assert stored.untyped_storage().nbytes() == stored.nbytes
@@ -159,12 +170,9 @@ def test_what_is_stored_is_contiguous_memory_of_its_own(part: Any) -> None:
 
 def test_tensors_with_an_element_in_common_become_each_requests_own() -> None:
     runner = _runner(SimpleNamespace, "a", "b")
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
     with torch.inference_mode():
-        for request, view in zip("ab", torch.zeros(3).unfold(0, 2, 1).unbind(), strict=True):
-            writes.store(request, {"x": view})
-        del view
-        writes.finish()
+        views = torch.zeros(3).unfold(0, 2, 1).unbind()
+        _store_in(LiveBuffers(runner, CpuBufferHelper(CPU)), a={"x": views[0]}, b={"x": views[1]})
         a, b = (runner.model_intermediate_buffer[request]["x"] for request in "ab")
         a.fill_(1)
     assert b.tolist() == [0, 0]
@@ -172,10 +180,8 @@ def test_tensors_with_an_element_in_common_become_each_requests_own() -> None:
 
 def test_a_large_value_ends_with_its_request() -> None:
     runner = _runner(SimpleNamespace, "a", "b")
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    for request, prompt in zip("ab", torch.zeros(2, 1 << 15), strict=True):
-        writes.store(request, {"prompt": prompt})
-    writes.finish()
+    prompts = torch.zeros(2, 1 << 15)
+    _store_in(LiveBuffers(runner, CpuBufferHelper(CPU)), a={"prompt": prompts[0]}, b={"prompt": prompts[1]})
     stored = [info["prompt"] for info in runner.model_intermediate_buffer.values()]
     assert [tensor.untyped_storage().nbytes() for tensor in stored] == [4 << 15] * 2
 
@@ -217,22 +223,43 @@ def test_list_handed_in_stays_the_hooks_own() -> None:
     assert runner.model_intermediate_buffer["a"]["many"] == [1]
 
 
-def test_requests_without_state_are_passed_over() -> None:
-    runner = _runner()
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store("gone", {"x": 1})
-    writes.store("a", {"x": 2})
-    writes.finish()
-    assert runner.model_intermediate_buffer == {"a": {"x": 2}}
-
-
 def test_updates_reach_their_own_request() -> None:
+    """Whether they are copied together or apart."""
+    runner = _runner(SimpleNamespace, *"abc")
+    live = LiveBuffers(runner, CpuBufferHelper(CPU))
+    _store_in(live, b={"x": torch.tensor(2), "y": 5}, a={"x": torch.tensor(1)}, c={"x": torch.tensor(3.5)})
+    stored = {request: float(info["x"]) for request, info in runner.model_intermediate_buffer.items()}
+    assert stored == {"a": 1, "b": 2, "c": 3.5}
+    assert runner.model_intermediate_buffer["b"]["y"] == 5
+
+
+def test_what_is_the_runners_own_is_not_stored() -> None:
+    runner = _runner()
+    _store(runner, [{IS_PREFILL: True, MTP_INPUTS: (1, 2), "x": 1}, {IS_PREFILL: {"x": 1}}])
+    assert runner.model_intermediate_buffer["a"] == {"x": 1}
+
+
+# What is no dictionary (E9).
+
+
+@pytest.mark.parametrize(
+    ("known", "named", "actual"),
+    [
+        ([1], "its live buffer", "list"),
+        ({"meta": "text"}, "'meta' in its live buffer", "str"),
+        ({"meta": None}, "'meta'", "None"),
+    ],
+)
+def test_what_is_no_dictionary_is_named_and_stops_nothing_else(known: Any, named: str, actual: str) -> None:
     runner = _runner(SimpleNamespace, "a", "b")
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store("a", {"x": torch.tensor(1)})
-    writes.store("b", {"x": torch.tensor(2)})
-    writes.finish()
-    assert {request: int(info["x"]) for request, info in runner.model_intermediate_buffer.items()} == {"a": 1, "b": 2}
+    runner.model_intermediate_buffer.update({"a": {"meta": {"y": 0}}, "b": known})
+    live = LiveBuffers(runner, CpuBufferHelper(CPU))
+    with pytest.raises(ContractError, match=f"expected {named}.* as a dictionary, got {actual}") as caught:
+        _store_in(live, a={"meta": {"y": 1}, "x": 1}, b={"meta": {"y": 1}})
+    assert (caught.value.clause, caught.value.requests) == ("E9", ("b",))
+    assert runner.model_intermediate_buffer == {"a": {"meta": {"y": 0}}, "b": known}
+    _store_in(live, a={"meta": {"y": 2}})
+    assert runner.model_intermediate_buffer["a"] == {"meta": {"y": 2}}
 
 
 def test_models_without_resident_keys() -> None:
@@ -264,28 +291,50 @@ def _on_device(*shape: int) -> torch.Tensor:
 
 def test_what_leaves_the_device_leaves_in_one_transfer() -> None:
     runner, helper = _runner(SimpleNamespace, "a", "b"), _Elsewhere()
-    writes = StateWrites(runner, helper)
+    live = LiveBuffers(runner, helper)
     resident, host = _on_device(2), torch.ones(1)
-    writes.store("a", {"x": _on_device(3), "codes": {"audio": resident}, "host": host})
-    writes.store("b", {"meta": {"y": _on_device()}, "many": [_on_device(1), host]})
-    writes.finish()
+    with live:
+        live.store(["a"], [{"x": _on_device(3), "codes": {"audio": resident}, "host": host}])
+        # Inside a step's block of writes.
+        _store_in(live, b={"meta": {"y": _on_device()}, "many": [_on_device(1), host]})
+        assert helper.transfers == 0
     a, b = runner.model_intermediate_buffer["a"], runner.model_intermediate_buffer["b"]
     assert a["codes"]["audio"].device.type == "meta"
     assert a["codes"]["audio"] is not resident
     for stored, shape in ((a["x"], (3,)), (b["meta"]["y"], ()), (b["many"][0], (1,))):
         assert (stored.device, tuple(stored.shape)) == (CPU, shape)
-    # What already is on the host stays there, and is copied because it was kept.
+    # What already is on the host stays there.
     assert a["host"].data_ptr() != b["many"][1].data_ptr() != host.data_ptr()
     assert helper.transfers == 1
-    writes.finish()
-    assert helper.transfers == 1
+
+
+def test_another_thread_transfers_what_it_stored_itself() -> None:
+    """As an output thread that postprocesses while a step goes on."""
+    runner, helper = _runner(SimpleNamespace, "a", "b"), _Elsewhere()
+    live = LiveBuffers(runner, helper)
+    with live:
+        live.store(["a"], [{"x": _on_device(3)}])
+        thread = threading.Thread(target=_store_in, args=(live,), kwargs={"b": {"x": _on_device(2)}})
+        thread.start()
+        thread.join()
+        assert [str(runner.model_intermediate_buffer[request]["x"].device) for request in "ab"] == ["meta", "cpu"]
+    assert runner.model_intermediate_buffer["a"]["x"].device == CPU
+    assert helper.transfers == 2
+
+
+def test_what_was_stored_before_an_error_leaves_the_device() -> None:
+    runner = _runner()
+    live = LiveBuffers(runner, _Elsewhere())
+    with pytest.raises(KeyError), live:
+        live.store(["a"], [{"x": _on_device(3)}])
+        raise KeyError
+    assert runner.model_intermediate_buffer["a"]["x"].device == CPU
 
 
 def test_what_leaves_the_device_is_contiguous_and_of_no_graph() -> None:
     runner = _runner()
-    writes = StateWrites(runner, _Elsewhere())
-    writes.store("a", {"x": _on_device(2, 3).t(), "y": torch.empty(2, device="meta", requires_grad=True) * 2})
-    writes.finish()
+    live = LiveBuffers(runner, _Elsewhere())
+    _store_in(live, a={"x": _on_device(2, 3).t(), "y": torch.empty(2, device="meta", requires_grad=True) * 2})
     assert [tuple(tensor.shape) for tensor in _tensors(runner.model_intermediate_buffer["a"])] == [(3, 2), (2,)]
 
 
@@ -293,9 +342,7 @@ def test_device_tensor_that_is_stored_leaves_unless_it_is_resident() -> None:
     runner, helper = _runner(), _Elsewhere()
     stray, resident = _on_device(1), _on_device(1)
     runner.model_intermediate_buffer["a"] = {"x": stray, "codes": {"audio": resident}}
-    writes = StateWrites(runner, helper)
-    writes.store("a", {"x": stray, "codes": {"audio": resident}})
-    writes.finish()
+    _store_in(LiveBuffers(runner, helper), a={"x": stray, "codes": {"audio": resident}})
     info = runner.model_intermediate_buffer["a"]
     assert info["x"].device == CPU
     assert (info["codes"]["audio"].device.type, info["codes"]["audio"] is resident) == ("meta", False)
@@ -303,65 +350,39 @@ def test_device_tensor_that_is_stored_leaves_unless_it_is_resident() -> None:
 
 def test_what_leaves_the_device_is_there_for_later_hooks_of_the_step() -> None:
     runner = _runner()
-    writes = StateWrites(runner, _Elsewhere())
-    writes.store("a", {"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}})
-    info = runner.model_intermediate_buffer["a"]
-    assert sorted(tuple(tensor.shape) for tensor in _tensors(info)) == [(1,), (2,), (3,)]
+    live = LiveBuffers(runner, _Elsewhere())
+    with live:
+        live.store(["a"], [{"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}}])
+        info = runner.model_intermediate_buffer["a"]
+        stored = sorted((tuple(tensor.shape), tensor.device.type) for tensor in _tensors(info))
+    assert stored == [((1,), "meta"), ((2,), "meta"), ((3,), "meta")]
 
 
-def test_what_leaves_the_device_arrives_in_a_buffer_that_replaced_its_own() -> None:
-    runner = _runner()
-    writes = StateWrites(runner, _Elsewhere())
-    writes.store("a", {"x": _on_device(3), "many": [_on_device(1), 2], "meta": {"y": _on_device(2)}, "z": 1})
-    before = runner.model_intermediate_buffer["a"]
-    replaced = {"x": before["x"], "many": list(before["many"]), "meta": {**before["meta"], "other": _on_device(5)}}
-    runner.model_intermediate_buffer["a"] = replaced
-    writes.finish()
-    assert [(str(tensor.device), tuple(tensor.shape)) for tensor in _tensors(replaced)] == [
-        ("cpu", (3,)),
-        ("cpu", (1,)),
-        ("cpu", (2,)),
-        ("meta", (5,)),
-    ]
-
-
-@pytest.mark.parametrize("codes", [True, False])
-def test_what_is_written_after_a_buffer_was_replaced_leaves_the_rest_its_way(codes: bool) -> None:
-    runner = _runner()
-    writes = StateWrites(runner, _Elsewhere())
-    writes.store("a", {"x": _on_device(3), "many": [_on_device(1)]})
-    runner.model_intermediate_buffer["a"] = replaced = dict(runner.model_intermediate_buffer["a"])
-    if codes:
-        writes.store_codes(["a"], ("codes", "other"), _on_device(1, 2), {})
-    else:
-        writes.store("a", {"codes": {"other": _on_device(1, 2)}})
-    writes.finish()
-    assert [tensor.device for tensor in _tensors(replaced)] == [CPU] * 3
-
-
-def test_a_value_on_its_way_that_a_hook_puts_elsewhere_in_its_buffer_arrives_there() -> None:
-    runner = _runner()
-    writes = StateWrites(runner, _Elsewhere())
-    writes.store("a", {"x": _on_device(3), "many": [_on_device(1)], "meta": {"y": _on_device(2)}})
-    info = runner.model_intermediate_buffer["a"]
-    info["moved"], info["z"] = info.pop("x"), info["meta"].pop("y")
-    info["many"].insert(0, "first")
-    writes.finish()
-    assert [(tensor.device, tuple(tensor.shape)) for tensor in (info["moved"], info["z"], info["many"][1])] == [
-        (CPU, (3,)),
-        (CPU, (2,)),
-        (CPU, (1,)),
-    ]
+def test_what_a_hook_moves_or_takes_along_stays_on_the_device() -> None:
+    """Nothing writes to the copy any more, and it is where the hook put it."""
+    runner = _runner(SimpleNamespace, "a", "b")
+    live = LiveBuffers(runner, _Elsewhere())
+    with live:
+        live.store("ab", [{"x": _on_device(3), "meta": {"y": _on_device(2)}, "z": _on_device(1)} for _ in "ab"])
+        a, b = (runner.model_intermediate_buffer[request] for request in "ab")
+        a["moved"] = a.pop("x")
+        runner.model_intermediate_buffer["b"] = replaced = dict(b)
+        replaced["meta"] = dict(b["meta"])
+        live.store_codes("ab", ("codes", "other"), _on_device(2, 4), {})
+    assert {key: str(a[key].device) for key in ("moved", "z")} == {"moved": "meta", "z": "cpu"}
+    assert a["meta"]["y"].device == a["codes"]["other"].device == replaced["codes"]["other"].device == CPU
+    assert [str(replaced[key].device) for key in "xz"] == ["meta"] * 2
+    assert sorted(tuple(tensor.shape) for tensor in _tensors(replaced)) == [(1,), (1, 4), (2,), (3,)]
 
 
 def test_a_hook_that_writes_over_a_value_on_its_way_keeps_what_it_wrote() -> None:
     runner = _runner()
-    writes = StateWrites(runner, _Elsewhere())
-    writes.store("a", {"x": _on_device(3), "y": _on_device(1), "many": [_on_device(1), _on_device(1)]})
-    info = runner.model_intermediate_buffer["a"]
-    info["x"] = "own"
-    del info["y"], info["many"][1]
-    writes.finish()
+    live = LiveBuffers(runner, _Elsewhere())
+    with live:
+        live.store(["a"], [{"x": _on_device(3), "y": _on_device(1), "many": [_on_device(1), _on_device(1)]}])
+        info = runner.model_intermediate_buffer["a"]
+        info["x"] = "own"
+        del info["y"], info["many"][1]
     assert info["x"] == "own"
     assert "y" not in info
     assert [tensor.device for tensor in info["many"]] == [CPU]
@@ -371,16 +392,14 @@ class _Mapping(UserDict[Any, Any]):
     """A kind of mapping of a model's own."""
 
 
-@pytest.mark.parametrize("copies", ["own", "finish"])
-def test_a_group_that_is_a_mapping_of_the_models_own(copies: str) -> None:
+def test_a_group_that_is_a_mapping_of_the_models_own() -> None:
     runner, group, reused = _runner(), _Mapping(), torch.ones(1)
     runner.model_intermediate_buffer["a"] = {"meta": group}
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store("a", {"meta": {"x": reused, "gone": reused}})
-    del group["gone"]
-    getattr(writes, copies)()
-    reused.zero_()
-    writes.finish()
+    live = LiveBuffers(runner, CpuBufferHelper(CPU))
+    with live:
+        live.store(["a"], [{"meta": {"x": reused, "gone": reused}}])
+        del group["gone"]
+        reused.zero_()
     assert runner.model_intermediate_buffer["a"]["meta"] is group
     assert {key: value.tolist() for key, value in group.items()} == {"x": [1]}
 
@@ -388,15 +407,12 @@ def test_a_group_that_is_a_mapping_of_the_models_own(copies: str) -> None:
 def test_host_tensors_beside_device_tensors() -> None:
     """As released: a host tensor under a resident key is kept on the host, and codes may be made there."""
     runner, host = _runner(), torch.arange(2)
-    writes = StateWrites(runner, _Elsewhere())
-    writes.store("a", {"codes": {"audio": host}, "x": _on_device(1)})
-    writes.own()
-    audio = runner.model_intermediate_buffer["a"]["codes"]["audio"]
-    writes.store_codes(["a"], ("codes", "other"), host.reshape(1, 2), {("meta", "valid"): torch.tensor([True])})
-    host.zero_()
-    writes.finish()
+    live = LiveBuffers(runner, _Elsewhere())
+    with live:
+        live.store(["a"], [{"codes": {"audio": host}, "x": _on_device(1)}])
+        live.store_codes(["a"], ("codes", "other"), host.reshape(1, 2), {("meta", "valid"): torch.tensor([True])})
+        host.zero_()
     info = runner.model_intermediate_buffer["a"]
-    assert info["codes"]["audio"] is audio
     assert info["codes"]["audio"].tolist() == [0, 1]
     assert info["codes"]["other"].tolist() == [[0, 1]]
     assert bool(info["meta"]["valid"])
@@ -432,10 +448,10 @@ def test_codes_and_marks_reach_each_request(resident: bool) -> None:
     runner.model_intermediate_buffer["a"] = {"codes": {"other": 1}}
     key = RESIDENT if resident else ("codes", "elsewhere")
     codes, marks = torch.tensor([[1, 2], [3, 4]]), torch.tensor([True, False])
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store_codes(["a", "b"], key, codes, {("meta", "valid"): marks})
-    codes.zero_()
-    writes.finish()
+    live = LiveBuffers(runner, CpuBufferHelper(CPU))
+    with live:
+        live.store_codes(["a", "b"], key, codes, {("meta", "valid"): marks})
+        codes.zero_()
     for request, wanted, valid in (("a", [[1, 2]], True), ("b", [[3, 4]], False)):
         info = runner.model_intermediate_buffer[request]
         assert info["codes"][key[1]].tolist() == wanted
@@ -449,9 +465,9 @@ def test_codes_and_marks_reach_each_request(resident: bool) -> None:
 def test_a_mark_stays_on_the_device_if_its_own_key_is_resident(mark_resident: bool) -> None:
     runner, mark = _runner(), ("meta", "valid")
     runner.model.gpu_resident_buffer_keys = {mark} if mark_resident else set()
-    writes = StateWrites(runner, _Elsewhere())
-    writes.store_codes(["a"], ("codes", "elsewhere"), _on_device(1, 2), {mark: _on_device(1)})
-    writes.finish()
+    live = LiveBuffers(runner, _Elsewhere())
+    with live:
+        live.store_codes(["a"], ("codes", "elsewhere"), _on_device(1, 2), {mark: _on_device(1)})
     info = runner.model_intermediate_buffer["a"]
     assert info["codes"]["elsewhere"].device == CPU
     assert info["meta"]["valid"].device.type == ("meta" if mark_resident else "cpu")
@@ -461,20 +477,18 @@ def test_a_mark_stays_on_the_device_if_its_own_key_is_resident(mark_resident: bo
 def test_later_write_of_a_step_wins(resident: bool) -> None:
     runner = _runner()
     key = RESIDENT if resident else ("codes", "elsewhere")
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    # A hook marks its frame as invalid, then MTP makes one.
-    writes.store("a", {"meta": {"valid": torch.tensor(False)}})
-    writes.store_codes(["a"], key, torch.ones(1, 2), {("meta", "valid"): torch.tensor([True])})
-    writes.finish()
+    live = LiveBuffers(runner, CpuBufferHelper(CPU))
+    with live:
+        # A hook marks its frame as invalid, then MTP makes one.
+        live.store(["a"], [{"meta": {"valid": torch.tensor(False)}}])
+        live.store_codes(["a"], key, torch.ones(1, 2), {("meta", "valid"): torch.tensor([True])})
     assert bool(runner.model_intermediate_buffer["a"]["meta"]["valid"]) is True
 
 
 def test_fewer_code_rows_than_requests() -> None:
     """As released: the requests behind them get empty codes."""
     runner = _runner(SimpleNamespace, "a", "b")
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    writes.store_codes(["a", "b"], ("codes", "elsewhere"), torch.ones(1, 2), {})
-    writes.finish()
+    LiveBuffers(runner, CpuBufferHelper(CPU)).store_codes(["a", "b"], ("codes", "elsewhere"), torch.ones(1, 2), {})
     stored = [runner.model_intermediate_buffer[request]["codes"]["elsewhere"].shape for request in ("a", "b")]
     assert stored == [(1, 2), (0, 2)]
 
@@ -483,33 +497,28 @@ def test_fewer_code_rows_than_requests() -> None:
 def test_no_code_rows_at_all(make: Any) -> None:
     runner = _runner(SimpleNamespace, "a", "b")
     helper = make() if make is _Elsewhere else make(CPU)
-    writes = StateWrites(runner, helper)
-    writes.store_codes(["a", "b"], ("codes", "elsewhere"), torch.ones(0, 2, device=helper.device), {})
-    writes.finish()
+    live = LiveBuffers(runner, helper)
+    with live:
+        live.store_codes(["a", "b"], ("codes", "elsewhere"), torch.ones(0, 2, device=helper.device), {})
     assert [info["codes"]["elsewhere"].shape for info in runner.model_intermediate_buffer.values()] == [(0, 2)] * 2
 
 
 def test_what_is_copied_together_is_contiguous_whatever_its_memory_format() -> None:
     runner = _runner(SimpleNamespace, "a", "b")
-    writes = StateWrites(runner, CpuBufferHelper(CPU))
-    for request in "ab":
-        writes.store(request, {"x": torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last)})
-    writes.finish()
+    update = {"x": torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last)}
+    _store_in(LiveBuffers(runner, CpuBufferHelper(CPU)), a=update, b=update)
     assert all(info["x"].is_contiguous() for info in runner.model_intermediate_buffer.values())
 
 
-def test_live_info_is_made_once_and_mirrored() -> None:
+def test_a_live_buffer_is_made_once_and_mirrored() -> None:
     runner = _runner()
-    info = live_info(runner, "a")
-    assert live_info(runner, "a") is info is runner.requests["a"].additional_information_cpu
+    live = LiveBuffers(runner, CpuBufferHelper(CPU))
+    (info,) = live.of(["a"])
+    assert live.of(["a"])[0] is info is runner.requests["a"].additional_information_cpu
 
 
 def test_a_small_value_does_not_keep_a_large_one_alive() -> None:
-    runner = _runner(SimpleNamespace, "a", "b")
-    writes = StateWrites(runner, CpuBufferHelper(torch.device("cpu")))
-    memory = torch.zeros(1004)
-    writes.store("a", {"prompt": memory[:1000]})
-    writes.store("b", {"speaker": memory[1000:]})
-    del memory
-    writes.finish()
+    runner, memory = _runner(SimpleNamespace, "a", "b"), torch.zeros(1004)
+    live = LiveBuffers(runner, CpuBufferHelper(CPU))
+    _store_in(live, a={"prompt": memory[:1000]}, b={"speaker": memory[1000:]})
     assert runner.model_intermediate_buffer["b"]["speaker"].untyped_storage().nbytes() == 16

@@ -119,3 +119,19 @@ def test_impossible_rows_are_refused_by_name(column: int, value: int, expected: 
     error = caught.value
     assert (error.clause, error.hook, error.requests, error.rows) == ("E4", None, ("b",), (1,))
     assert (error.expected, error.actual) == (expected, actual)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), max_size=5))
+def test_overlapping_spans_are_refused_in_any_order(rows: list[tuple[int, int]]) -> None:
+    offsets, spans = [start for start, _ in rows], [span for _, span in rows]
+    places = [place for start, span in rows for place in range(start, start + span)]
+    columns = [5] * len(rows), [7] * len(rows), spans, offsets
+    requests = [f"r{index}" for index in range(len(rows))]
+    if len(places) == len(set(places)):
+        assert len(plan_step(requests, *columns, buffer_rows=12)) == len(rows)
+        return
+    with pytest.raises(ContractError) as caught:
+        plan_step(requests, *columns, buffer_rows=12)
+    first, second = (range(offsets[row], offsets[row] + spans[row]) for row in caught.value.rows)
+    assert caught.value.clause == "E4"
+    assert set(first) & set(second)

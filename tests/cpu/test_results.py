@@ -28,6 +28,10 @@ def _scalar(raw: Any, *, span: int = 1, mtp_width: int | None = WIDTH, mode: res
     return results.scalar_result(_call(mode=mode), raw, span=span, given_ids=IDS, mtp_width=mtp_width)
 
 
+ROWS, ID_PART, EMBEDS, UPDATES, INPUTS = range(5)
+"""Where the parts of what ``scalar_result`` gives are."""
+
+
 def _pair(*shape: int) -> dict[str, Any]:
     return {MTP_INPUTS: (torch.zeros(shape), torch.ones(shape))}
 
@@ -35,7 +39,7 @@ def _pair(*shape: int) -> dict[str, Any]:
 @pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (1, 1, WIDTH)])
 def test_mtp_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
     result = _scalar((IDS, torch.zeros(1, WIDTH), _pair(*shape)))
-    assert [tuple(part.shape) for part in result.mtp_inputs] == [(1, WIDTH)] * 2
+    assert [tuple(part.shape) for part in result[INPUTS]] == [(1, WIDTH)] * 2
 
 
 @pytest.mark.parametrize(
@@ -43,15 +47,15 @@ def test_mtp_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
 )
 def test_mtp_inputs_in_any_form_that_unpacks(updates: Any) -> None:
     result = _scalar((IDS, torch.zeros(1, WIDTH), updates))
-    assert [tuple(part.shape) for part in result.mtp_inputs] == [(1, WIDTH)] * 2
+    assert [tuple(part.shape) for part in result[INPUTS]] == [(1, WIDTH)] * 2
 
 
 def test_mtp_inputs_of_a_row_that_is_not_eligible() -> None:
-    assert _scalar((IDS, torch.zeros(1, WIDTH), _pair(WIDTH)), mtp_width=None).mtp_inputs is None
+    assert _scalar((IDS, torch.zeros(1, WIDTH), _pair(WIDTH)), mtp_width=None)[INPUTS] is None
 
 
 def test_mtp_inputs_that_are_none_are_missing() -> None:
-    assert _scalar((IDS, torch.zeros(1, WIDTH), {MTP_INPUTS: None})).mtp_inputs is None
+    assert _scalar((IDS, torch.zeros(1, WIDTH), {MTP_INPUTS: None}))[INPUTS] is None
     with pytest.raises(ContractError, match="E7"):
         _scalar((IDS, torch.zeros(1, WIDTH), {MTP_INPUTS: None}), mode="strict")
 
@@ -59,16 +63,15 @@ def test_mtp_inputs_that_are_none_are_missing() -> None:
 @pytest.mark.parametrize(
     ("updates", "expected"),
     [
-        ({MTP_INPUTS: torch.zeros(3, WIDTH)}, "as two tensors"),
-        ({MTP_INPUTS: torch.tensor(0.0)}, "as two tensors"),
-        ({MTP_INPUTS: (torch.zeros(WIDTH),)}, "as two tensors"),
-        ({MTP_INPUTS: (torch.zeros(WIDTH), None)}, "as two tensors"),
-        (_pair(WIDTH + 1), f"of {WIDTH} elements each"),
-        ({MTP_INPUTS: (torch.zeros(WIDTH), torch.zeros(WIDTH, dtype=torch.int64))}, "text step of a floating dtype"),
-        ({MTP_INPUTS: (torch.empty(WIDTH, device="meta"), torch.zeros(WIDTH))}, "hidden states on cpu"),
+        ({MTP_INPUTS: torch.zeros(3, WIDTH)}, r"expected 2 values \(hidden states, text step\), got 3 values"),
+        ({MTP_INPUTS: torch.tensor(0.0)}, "expected 2 values"),
+        ({MTP_INPUTS: (torch.zeros(WIDTH),)}, "got 1 values"),
+        ({MTP_INPUTS: (torch.zeros(WIDTH), None)}, r"text step of shape \(1, 4\) .* got NoneType"),
+        (_pair(WIDTH + 1), r"hidden states of shape \(1, 4\) .* got \(5,\)"),
+        ({MTP_INPUTS: (torch.empty(WIDTH, device="meta"), torch.zeros(WIDTH))}, "hidden states .* on meta"),
     ],
 )
-def test_bad_mtp_inputs(updates: dict[str, Any], expected: str) -> None:
+def test_mtp_inputs_that_cannot_be_written(updates: dict[str, Any], expected: str) -> None:
     with pytest.raises(ContractError, match=expected):
         _scalar((IDS, torch.zeros(1, WIDTH), updates))
 
@@ -77,24 +80,26 @@ def test_bad_mtp_inputs(updates: dict[str, Any], expected: str) -> None:
     ("raw", "expected"),
     [
         (None, "got NoneType"),
-        ("abc", "got str"),
-        ({1: 1, 2: 2, 3: 3}, "got dict"),
-        (torch.zeros(3, WIDTH), r"got \(3, 4\)"),
-        ((IDS, None, {}), "inputs_embeds as a tensor, got NoneType"),
-        ((IDS, torch.zeros(WIDTH), {}), r"of shape \(rows, 4\)"),
-        ((torch.tensor([True]), torch.zeros(1, WIDTH), _pair(WIDTH)), "input_ids of an integer dtype"),
-        ((torch.empty(1, dtype=torch.int64, device="meta"), torch.zeros(1, WIDTH), _pair(WIDTH)), "input_ids on cpu"),
+        ("ab", "got 2 values"),
+        ((IDS, None, {}), "inputs_embeds as a tensor with a row for each token, got NoneType"),
+        ((IDS, torch.zeros(WIDTH + 1), _pair(WIDTH)), r"inputs_embeds of shape \(1, 4\)"),
+        ((IDS, torch.empty(1, WIDTH, device="meta"), {}), "on meta"),
+        (
+            (torch.empty(1, dtype=torch.int64, device="meta"), torch.zeros(1, WIDTH), _pair(WIDTH)),
+            "input_ids .* on meta",
+        ),
         ((IDS, torch.zeros(0, WIDTH), _pair(WIDTH)), "an embedding row for MTP, got none"),
     ],
 )
-def test_bad_scalar_results(raw: Any, expected: str) -> None:
-    with pytest.raises(ContractError, match=expected):
+def test_scalar_results_that_cannot_be_written(raw: Any, expected: str) -> None:
+    with pytest.raises(ContractError, match=expected) as caught:
         _scalar(raw)
+    assert (caught.value.clause, caught.value.requests, caught.value.hook) == ("E5", ("r0",), "hook")
 
 
 @pytest.mark.parametrize("ids", [None, [7], torch.tensor([7, 8])])
 def test_ids_that_are_ignored(ids: Any) -> None:
-    assert _scalar((ids, torch.zeros(1, WIDTH), _pair(WIDTH))).ids is None
+    assert _scalar((ids, torch.zeros(1, WIDTH), _pair(WIDTH)))[ID_PART] is None
     with pytest.raises(ContractError, match="expected 1 token ids"):
         _scalar((ids, torch.zeros(1, WIDTH), _pair(WIDTH)), mode="strict")
 
@@ -102,8 +107,9 @@ def test_ids_that_are_ignored(ids: Any) -> None:
 def test_ids_are_counted_against_the_rows_written() -> None:
     """As released: with one row too few, as many ids as rows are still written."""
     result = _scalar((torch.tensor([[1, 2]]), torch.zeros(2, WIDTH), {}), span=3, mtp_width=None)
-    assert result.ids.tolist() == [1, 2]
-    assert result.embeds.shape == (2, WIDTH)
+    assert result[ROWS] == 2
+    assert result[ID_PART].tolist() == [1, 2]
+    assert result[EMBEDS].shape == (2, WIDTH)
 
 
 def _batch(**changes: Any) -> tuple[Any, ...]:
@@ -120,21 +126,24 @@ def _batch(**changes: Any) -> tuple[Any, ...]:
 
 def test_good_batches() -> None:
     given = torch.tensor([1, 2])
-    same = results.batch_result(_call(2), _batch(ids=given), given_ids=given, mtp_width=WIDTH)
-    assert same.ids is None
-    other = results.batch_result(_call(2), _batch(ids=torch.tensor([[3], [4]])), given_ids=given, mtp_width=WIDTH)
-    assert other.ids.tolist() == [3, 4]
-    plain = results.batch_result(_call(2), (given, torch.zeros(2, WIDTH), ({}, {})), given_ids=given, mtp_width=None)
-    assert plain.hidden is None
+    same, *_ = results.batch_result(_call(2), _batch(ids=given), given_ids=given, mtp_width=WIDTH)
+    assert same is None
+    other, *_ = results.batch_result(_call(2), _batch(ids=torch.tensor([[3], [4]])), given_ids=given, mtp_width=WIDTH)
+    assert other.tolist() == [3, 4]
+    _, _, hidden, text_step, _ = results.batch_result(
+        _call(2), (given, torch.zeros(2, WIDTH), ({}, {})), given_ids=given, mtp_width=None
+    )
+    assert hidden is text_step is None
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"ids": None}, "input_ids as a tensor, got NoneType"),
-        ({"hidden": None}, r"hidden_states of shape \(2, 4\), got NoneType"),
-        ({"text_step": torch.zeros(2, WIDTH, dtype=torch.int32)}, "text_step of a floating dtype"),
-        ({"updates": {"r0": {}, "r1": {}}}, "a sequence of updates, one per request, got dict"),
+        ({"ids": None}, "2 token ids, got NoneType"),
+        ({"hidden": None}, r"hidden_states of shape \(2, 4\) .*got NoneType"),
+        ({"text_step": torch.zeros(3, WIDTH)}, r"text_step of shape \(2, 4\)"),
+        ({"embeds": torch.zeros(1, WIDTH)}, "2 embedding rows, got 1"),
+        ({"embeds": torch.zeros(2, WIDTH, dtype=torch.int64)}, "a floating dtype on cpu, got .*int64"),
         ({"updates": None}, "a sequence of updates, one per request, got NoneType"),
         ({"updates": iter([{}, {}, {}])}, "2 updates, got 3"),
     ],
@@ -142,20 +151,21 @@ def test_good_batches() -> None:
 def test_bad_batches(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ContractError, match=expected) as caught:
         results.batch_result(_call(2), _batch(**changes), given_ids=IDS, mtp_width=WIDTH)
+    assert isinstance(caught.value, ValueError), "as released runners raise it"
     assert (caught.value.clause, caught.value.requests, caught.value.hook) == ("E5b", ("r0", "r1"), "hook")
 
 
 @pytest.mark.parametrize("updates", [{"r0": {"x": 0}, "r1": {"x": 1}}.values(), iter([{"x": 0}, {"x": 1}])])
 def test_updates_in_any_form_that_iterates(updates: Any) -> None:
-    result = results.batch_result(_call(2), _batch(updates=updates), given_ids=None, mtp_width=WIDTH)
-    assert result.updates == [{"x": 0}, {"x": 1}]
+    result = results.batch_result(_call(2), _batch(updates=updates), given_ids=IDS, mtp_width=WIDTH)
+    assert result[-1] == [{"x": 0}, {"x": 1}]
 
 
 @pytest.mark.parametrize("odd", [torch.ones(2), np.ones(2), None, "text", UserDict(x=1)])
 def test_an_update_that_is_no_dictionary_is_ignored(odd: Any) -> None:
     """As released, which never asks whether it is true: tensors and arrays would not say."""
-    result = results.batch_result(_call(2), _batch(updates=[odd, {"x": 1}]), given_ids=None, mtp_width=WIDTH)
-    assert result.updates == [{}, {"x": 1}]
+    result = results.batch_result(_call(2), _batch(updates=[odd, {"x": 1}]), given_ids=IDS, mtp_width=WIDTH)
+    assert result[-1] == [{}, {"x": 1}]
 
 
 @pytest.mark.parametrize("codes", [[[1], [2], [3]], ((1,), (2,)), np.array([[1], [2]])])

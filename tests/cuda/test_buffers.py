@@ -30,7 +30,7 @@ def _warm(helper: CudaBufferHelper) -> CudaBufferHelper:
     memory = torch.zeros(64, 16, device=helper.device, dtype=torch.int64)
     for _ in range(4):
         helper.copy(memory, torch.zeros(64, 16))
-    helper.fetch([helper.pack([memory, memory])])
+    helper.fetch([memory, memory])
     return helper
 
 
@@ -51,15 +51,13 @@ def test_what_is_counted_is_seen(device: Device) -> None:
 
 
 @every_number
-def test_put_and_take(rows: int, device: Device) -> None:
+def test_rows_are_put(rows: int, device: Device) -> None:
     helper = _helper(device)
     for offsets in (list(range(2, rows + 2)), _scattered(rows)):
         dest = torch.zeros(200, 4, device=device.torch)
         source = torch.arange(4.0 * rows).reshape(rows, 4).to(device.torch)
         helper.put(dest, helper.rows(offsets), source)
         assert torch.equal(dest.cpu()[offsets], source.cpu())
-        out = torch.zeros(rows, 4, device=device.torch)
-        helper.take(dest, helper.rows(offsets), out)
         assert torch.equal(out.cpu(), source.cpu())
 
 
@@ -91,7 +89,6 @@ def check_writes(rows: int, device: Device) -> None:
         device.occupy()
         helper.put(dest, located, source)
         helper.put(dest, slice(1, rows + 1), source)
-        helper.take(dest, located, outs[0])
         for number, out in enumerate(outs, 1):
             helper.copy(out, host.fill_(number))
         host.zero_()
@@ -113,13 +110,12 @@ def check_results(rows: int, device: Device) -> None:
     marks = [torch.tensor(row % 2 == 0).to(device.torch) for row in range(rows)]
     with device.counting() as counts:
         device.occupy()
-        host = helper.fetch([helper.pack(codes), helper.pack(marks)])
+        host = helper.fetch([*codes, *marks])
         seen = [block.clone() for block in host]
     assert (counts.to_device, counts.to_host, counts.waits) == (0, 1, 1)
     for tensor in (*codes, *marks):
         tensor.zero_()
-    for blocks in (seen, host):
-        copies = [*helper.unpack(blocks[0], codes), *helper.unpack(blocks[1], marks)]
+    for copies in (seen, host):
         assert {copy.device.type for copy in copies} == {"cpu"}
         for row in range(rows):
             assert copies[row].tolist() == [[row] * 16]
@@ -143,10 +139,10 @@ def test_resident_copies_are_one_owned_batch(device: Device) -> None:
     helper = _helper(device)
     few, many = ([torch.full((1, 4), row, device=device.torch) for row in range(rows)] for rows in (8, 64))
     with device.counting() as counts:
-        copies = helper.unpack(helper.pack(few), few)
+        helper.stack(few)
     launched = counts.kernels
     with device.counting() as counts:
-        copies = helper.unpack(helper.pack(many), many)
+        copies = helper.stack(many)
     assert (counts.to_device, counts.to_host, counts.waits, counts.kernels) == (0, 0, 0, launched)
     many[5].zero_()
     assert copies[5].tolist() == [[5] * 4]
@@ -179,7 +175,6 @@ def test_capture(device: Device) -> None:
 
     def work() -> None:
         helper.put(memory, slice(2, 5), source)
-        helper.take(memory, slice(3, 6), out)
         helper.copy(memory[:1], source[:1])
         helper.put(memory, slice(5, 7), helper.snapshot(source[:2]))
 
@@ -212,8 +207,8 @@ def check_refusals(device: Device) -> None:
     device.captured(work)
     assert said == ["a row index", "a host tensor", "a result for the host"]
     helper.put(memory, helper.rows([6, 1]), torch.full((2, 4), 3.0, device=device.torch))
-    (block,) = helper.fetch([helper.pack([memory])])
-    assert helper.unpack(block, [memory])[0][[1, 6]].unique().tolist() == [3.0]
+    (block,) = helper.fetch([memory])
+    assert block[[1, 6]].unique().tolist() == [3.0]
 
 
 def test_captured_crossings_are_refused(device: Device) -> None:
