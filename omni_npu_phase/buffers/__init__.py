@@ -4,10 +4,9 @@
 :class:`~omni_npu_phase.buffers.base.BufferHelper` is the interface, and is correct on any device torch knows. A module
 of this package may state, for one device type, only what differs there; it is imported when that device is in use.
 
-What a helper keeps from step to step is an int64 index, for at most twice the rows of the largest scattered step: 16 N
-bytes, with N the runner's ``max_num_seqs``, and none before the first such step. On Ascend it also keeps four pinned
-slots in host memory, each of twice the largest upload it has carried: an index of 8 N bytes, or a prompt chunk's
-embeddings. ``held_bytes`` says how much that is now.
+What a helper keeps from step to step is an int64 index for at most twice the rows of the largest scattered step. Where
+uploads are staged, it also keeps four pinned slots in host memory, each twice the largest upload it has carried; see
+``held_bytes``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "cpu": "omni_npu_phase.buffers.cpu",
     "cuda": "omni_npu_phase.buffers.cuda",
-    "npu": "omni_npu_phase.buffers.ascend",
+    "npu": "omni_npu_phase.buffers.staging",
 }
 
 

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,6 +22,7 @@ from omni_npu_phase.step.results import Call
 _INPUTS = ("talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 _DEFAULT_OUTPUT_KEY = ("codes", "audio")
+_Generators: TypeAlias = "Sequence[torch.Generator | None]"
 
 
 def mtp_inputs(runner: Any) -> list[torch.Tensor]:
@@ -36,10 +36,11 @@ class TalkerMtp:
     Its input buffers are the runner's own, at fixed addresses, so that a captured graph can be replayed on them.
     """
 
-    def __init__(self, runner: Any, runtime: Runtime, live: LiveBuffers) -> None:
+    def __init__(self, runner: Any, runtime: Runtime, live: LiveBuffers, helper: BufferHelper) -> None:
         self._runner = runner
         self._runtime = runtime
         self._live = live
+        self._helper = helper
         self._inputs: list[torch.Tensor] = []
         self._rows: list[list[torch.Tensor]] = []
 
@@ -51,7 +52,7 @@ class TalkerMtp:
             self._inputs, self._rows = inputs, []
         return self._inputs
 
-    def fill(self, helper: BufferHelper, position: int, count: int, parts: list[torch.Tensor]) -> None:
+    def fill(self, position: int, count: int, parts: list[torch.Tensor]) -> None:
         """Copy token ids, shape (count,), and embeddings, hidden states and text step, shape (count, hidden) each, to
         rows from ``position`` on. They may be rows of the input buffers themselves."""
         if count == 1:
@@ -59,13 +60,13 @@ class TalkerMtp:
             while len(self._rows) <= position:
                 row = len(self._rows)
                 self._rows.append([buffer[row : row + 1] for buffer in self._inputs])
-            helper.copy_all(self._rows[position], parts)
+            self._helper.copy_all(self._rows[position], parts)
         else:
             # Rows of a buffer may be written over while they are read further on.
             apart = [part.clone() if any(map(partial(shares_storage, part), self._inputs)) else part for part in parts]
-            helper.copy_all([buffer[position : position + count] for buffer in self._inputs], apart)
+            self._helper.copy_all([buffer[position : position + count] for buffer in self._inputs], apart)
 
-    def run(self, call: Call, offsets: Sequence[int], helper: BufferHelper) -> None:
+    def run(self, call: Call, offsets: Sequence[int]) -> None:
         """Run MTP for the first ``len(offsets)`` rows of the input buffers, one per request of ``call``.
 
         The resulting embeddings land in ``call.embeds`` at ``offsets`` (T4), the codes in the live buffers (T5).
@@ -73,46 +74,41 @@ class TalkerMtp:
         generators = self._generators(call.requests)
         per_row = getattr(call.model, "talker_mtp_accepts_per_row_generators", False)
         if len(offsets) > 1 and any(generators) and not per_row:
-            self._run_row_by_row(call, offsets, generators, helper)
+            self._run_row_by_row(call, offsets, generators)
         else:
-            self._run_once(call, offsets, generators, helper)
+            self._run_once(call, offsets, generators)
 
-    def _run_once(
-        self,
-        call: Call,
-        offsets: Sequence[int],
-        generators: Sequence[torch.Generator | None],
-        helper: BufferHelper,
-    ) -> None:
+    def _run_once(self, call: Call, offsets: Sequence[int], generators: _Generators) -> None:
         runner, runtime, count = self._runner, self._runtime, len(offsets)
         keywords = self._keywords(call, generators)
         mode, descriptor, padded = runtime.mtp_graph(runner, count)
         # A replay ignores keywords, and with them the request's own generator (T8).
         if not runtime.is_graph(runner) or "generator" in keywords or "generators" in keywords:
             mode, padded = runtime.eager(), count
-        with runtime.forward_context(runner.vllm_config, mode, descriptor), self._replays_undrawn(call, generators):
-            raw = runner.talker_mtp(*(buffer[:padded] for buffer in self.inputs), **keywords)
+        # A replayed row repeats a draw that was made before, and leaves its generator where it was (E3).
+        seeded = zip(call.requests, generators, strict=True) if any(generators) else ()
+        replayed = [(one, one.get_state()) for request_id, one in seeded if one and self._is_replay(request_id)]
+        try:
+            with runtime.forward_context(runner.vllm_config, mode, descriptor):
+                raw = runner.talker_mtp(*(buffer[:padded] for buffer in self.inputs), **keywords)
+        finally:
+            for generator, state in replayed:
+                generator.set_state(state)
         new_embeds, codes = results.mtp_result(call, raw, exact=list(offsets) != list(range(count)))
-        helper.put(call.embeds, helper.rows(offsets), new_embeds)
+        self._helper.put(call.embeds, self._helper.rows(offsets), new_embeds)
         if codes is not None:
             self._store_codes(call, codes)
 
-    def _run_row_by_row(
-        self,
-        call: Call,
-        offsets: Sequence[int],
-        generators: Sequence[torch.Generator | None],
-        helper: BufferHelper,
-    ) -> None:
+    def _run_row_by_row(self, call: Call, offsets: Sequence[int], generators: _Generators) -> None:
         # A generator is one stream: shared by a batch, it would make a seeded request depend on its neighbours (T8).
         # Every call uses the first row, where a graph captured for one row finds its inputs.
-        first_rows = [helper.snapshot(buffer[:1]) for buffer in self.inputs]
+        first_rows = [self._helper.snapshot(buffer[:1]) for buffer in self.inputs]
         try:
             for row, offset in enumerate(offsets):
                 for buffer in self._inputs if row else ():
                     buffer[:1].copy_(buffer[row : row + 1])
                 alone = replace(call, rows=call.rows[row : row + 1])
-                self._run_once(alone, [offset], generators[row : row + 1], helper)
+                self._run_once(alone, [offset], generators[row : row + 1])
         finally:
             for buffer, first_row in zip(self._inputs, first_rows, strict=True):
                 buffer[:1].copy_(first_row)
@@ -126,7 +122,7 @@ class TalkerMtp:
         rows = codes if isinstance(codes, torch.Tensor) else copy(codes)
         self._live.store_codes(requests, output_key(call.model), rows, marks)
 
-    def _keywords(self, call: Call, generators: Sequence[torch.Generator | None]) -> dict[str, Any]:
+    def _keywords(self, call: Call, generators: _Generators) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)
         sampling = sampling if isinstance(sampling, dict) else {}
         keywords: dict[str, Any] = {name: sampling.get(name) for name in _SAMPLING}
@@ -142,7 +138,7 @@ class TalkerMtp:
             keywords["req_infos"] = self._live.of(call.requests)
         return keywords
 
-    def _generators(self, request_ids: Sequence[str]) -> list[torch.Generator | None]:
+    def _generators(self, request_ids: Sequence[str]) -> _Generators:
         """Each request's own generator, None without a seed. They live as long as their request."""
         runner = self._runner
         known: dict[str, torch.Generator] = runner.__dict__.setdefault("_talker_mtp_generators", {})
@@ -162,22 +158,6 @@ class TalkerMtp:
                 generator.manual_seed(int(seed))
             generators.append(generator)
         return generators
-
-    @contextmanager
-    def _replays_undrawn(self, call: Call, generators: Sequence[torch.Generator | None]) -> Iterator[None]:
-        """Leave the generator of a replayed row where it was: its draw repeats one that was made before (E3)."""
-        states = []
-        if any(generators):
-            states = [
-                (generator, generator.get_state())
-                for request_id, generator in zip(call.requests, generators, strict=True)
-                if generator is not None and self._is_replay(request_id)
-            ]
-        try:
-            yield
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
 
     def _is_replay(self, request_id: str) -> bool:
         batch, state = self._runner.input_batch, self._runner.requests[request_id]

@@ -105,7 +105,7 @@ class PhaseRoutingMixin(PhaseMixin):
             call = Call(MTP_HOOK, decode_req_ids, rows, inputs_embeds, self.model, phase.deviations, index=index)
             tools = _tools_of(self, phase)
             with tools.live:
-                tools.mtp.run(call, start_offsets, phase.helper(inputs_embeds.device))
+                tools.mtp.run(call, start_offsets)
 
     def _update_intermediate_buffer(self, req_id: str, upd: Any) -> None:
         """Merge one request's updates, from ``postprocess`` or payloads, into its live buffer (R8, T9).
@@ -139,8 +139,9 @@ class _Tools:
 def _tools_of(runner: Any, phase: Phase) -> _Tools:
     if phase.tools is None:
         runtime = runtime_of(released_classes(type(runner)))
-        live = LiveBuffers(runner, phase.helper(_device_of(runner)))
-        phase.tools = _Tools(runtime, live, TalkerMtp(runner, runtime, live))
+        helper = phase.helper(_device_of(runner))
+        live = LiveBuffers(runner, helper)
+        phase.tools = _Tools(runtime, live, TalkerMtp(runner, runtime, live, helper))
     tools: _Tools = phase.tools
     return tools
 
@@ -311,7 +312,7 @@ class RunnerPort(Port):
 
     def fill_mtp(self, position: int, where: Any, ids: torch.Tensor | None, *parts: torch.Tensor) -> None:
         given = self.ids[where] if ids is None else ids
-        self._mtp.fill(self.helper, position, where.stop - where.start, [given, *parts])
+        self._mtp.fill(position, where.stop - where.start, [given, *parts])
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         offsets = list(of_rows(rows, self.plan.offsets))

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from omni_npu_phase import buffers
 from omni_npu_phase.buffers import base
-from omni_npu_phase.buffers.ascend import AscendBufferHelper
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.buffers.cpu import CpuBufferHelper
 from omni_npu_phase.buffers.cuda import CudaBufferHelper
+from omni_npu_phase.buffers.staging import StagedBufferHelper
 from tests import fake_cuda
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ HELPERS = {
     BufferHelper: CPU,
     CpuBufferHelper: CPU,
     CudaBufferHelper: fake_cuda.DEVICE,
-    AscendBufferHelper: fake_cuda.DEVICE,
+    StagedBufferHelper: fake_cuda.DEVICE,
 }
 Make: TypeAlias = Callable[[], BufferHelper]
 DTYPES = [torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64, torch.uint8]

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from omni_npu_phase import buffers
-from omni_npu_phase.buffers.ascend import AscendBufferHelper
-from omni_npu_phase.buffers.staging import PinnedStaging
+from omni_npu_phase.buffers.staging import PinnedStaging, StagedBufferHelper
 
 ROWS = (1, 8, 64)
 
 
 @pytest.fixture
-def helper(device: torch.device) -> AscendBufferHelper:
+def helper(device: torch.device) -> StagedBufferHelper:
     made = buffers.for_device(device)
-    assert isinstance(made, AscendBufferHelper)
+    assert isinstance(made, StagedBufferHelper)
     return made
 
 
@@ -27,7 +26,7 @@ def _scattered(rows: int) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_rows_are_put(rows: int, helper: AscendBufferHelper, device: torch.device) -> None:
+def test_rows_are_put(rows: int, helper: StagedBufferHelper, device: torch.device) -> None:
     for offsets in (list(range(2, rows + 2)), _scattered(rows)):
         dest = torch.zeros(200, 4, device=device)
         source = torch.arange(4.0 * rows).reshape(rows, 4).to(device)
@@ -36,7 +35,7 @@ def test_rows_are_put(rows: int, helper: AscendBufferHelper, device: torch.devic
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_an_index_is_one_pinned_upload(rows: int, helper: AscendBufferHelper, emulated: Any) -> None:
+def test_an_index_is_one_pinned_upload(rows: int, helper: StagedBufferHelper, emulated: Any) -> None:
     helper.rows(_scattered(64))  # the first index allocates
     with emulated.counting() as counting:
         index = helper.rows([offset + 1 for offset in _scattered(rows)])
@@ -54,7 +53,7 @@ def test_an_index_is_one_pinned_upload(rows: int, helper: AscendBufferHelper, em
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_writes_never_synchronise(rows: int, helper: AscendBufferHelper, device: torch.device, emulated: Any) -> None:
+def test_writes_never_synchronise(rows: int, helper: StagedBufferHelper, device: torch.device, emulated: Any) -> None:
     dest = torch.zeros(200, 4, device=device, dtype=torch.bfloat16)
     source = torch.ones(rows, 4, device=device)
     located = helper.rows(_scattered(rows))
@@ -75,7 +74,7 @@ def test_writes_never_synchronise(rows: int, helper: AscendBufferHelper, device:
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_results_come_back_in_one_transfer(
-    rows: int, helper: AscendBufferHelper, device: torch.device, emulated: Any
+    rows: int, helper: StagedBufferHelper, device: torch.device, emulated: Any
 ) -> None:
     """Whatever their number and kind: a talker returns a device scalar beside its codes for every row."""
     tensors = [torch.full((1, 16), row, device=device, dtype=torch.int64) for row in range(rows)]
@@ -93,7 +92,7 @@ def test_results_come_back_in_one_transfer(
     assert {copy.device.type for copy in copies} == {"cpu"}
 
 
-def test_resident_copies_are_one_owned_batch(helper: AscendBufferHelper, device: torch.device, emulated: Any) -> None:
+def test_resident_copies_are_one_owned_batch(helper: StagedBufferHelper, device: torch.device, emulated: Any) -> None:
     tensors = [torch.full((1, 4), row, device=device) for row in range(64)]
     torch.npu.synchronize()
     with emulated.counting() as counting:
@@ -103,7 +102,7 @@ def test_resident_copies_are_one_owned_batch(helper: AscendBufferHelper, device:
     assert copies[5].tolist() == [[5] * 4]
 
 
-def test_what_is_kept_from_step_to_step(helper: AscendBufferHelper) -> None:
+def test_what_is_kept_from_step_to_step(helper: StagedBufferHelper) -> None:
     """An index of at most twice the largest step's rows, and four pinned slots of at most twice the largest upload."""
     for _ in range(3):
         for rows in (8, 256, 100):
@@ -174,7 +173,7 @@ def test_a_copy_per_tensor_is_a_wait_per_tensor(device: torch.device, emulated: 
     assert counting.counts.host_syncs == counting.counts.d2h == 8
 
 
-def test_a_result_that_is_not_copied_changes(helper: AscendBufferHelper, device: torch.device) -> None:
+def test_a_result_that_is_not_copied_changes(helper: StagedBufferHelper, device: torch.device) -> None:
     source = torch.ones(4, device=device)
     kept, aliased = helper.snapshot(source), source.detach()
     source.fill_(9)
