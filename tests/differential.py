@@ -255,7 +255,7 @@ class Driven:
 
 
 def _plain(value: Any) -> Any:
-    """A value that compares by content and kind. Where it lies is another matter: released NPU runners leave all there."""
+    """A value that compares by content and kind. Released NPU runners leave it on the device."""
     if isinstance(value, torch.Tensor):
         content = None if value.device.type == "meta" else value.tolist()
         return "tensor", str(value.dtype), tuple(value.shape), content
