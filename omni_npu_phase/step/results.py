@@ -96,16 +96,28 @@ class Call:
             raise self.error(clause, expected, f"{len(values)} values")
         return values
 
-    def laid_out(self, clause: str, name: str, like: Any, shape: tuple[int, ...], value: Any, write: _Write) -> Any:
-        """A tensor of ``shape``, with the dtype and device of ``like``, as ``write`` fills it from ``value``.
+    def casts(self, value: Any, shape: tuple[int, ...]) -> bool:
+        """Whether a value is a tensor of this shape and device that needs at most a cast from a floating dtype."""
+        like = _is_tensor(value) and value.shape == shape and value.device == self.device
+        return bool(like and value.dtype.is_floating_point)
 
-        Raises :class:`~omni_npu_phase.contract.ContractError` where it cannot.
+    def as_released(
+        self, clause: str, name: str, shape: tuple[int, ...], value: Any, write: _Write, like: Any = None
+    ) -> Any:
+        """What the released runner's ``write`` makes of a value in a tensor of ``shape``, like the step's embeddings.
+
+        ``like``: another tensor to take dtype and device from. Warns; raises where ``strict`` is, or it cannot be
+        written.
         """
-        place = like.new_empty(shape)
+        place = (self.embeds if like is None else like).new_empty(shape)
+        expected = (
+            f"{name} of shape {shape} and {'a floating' if like is None else 'an integer'} dtype on {place.device}"
+        )
         try:
             write(place, value)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise self.error(clause, f"{name} of shape {shape} for {place.dtype}", _kind(value)) from error
+            raise self.error(clause, expected, _kind(value)) from error
+        self.deviation(clause, name, expected, _kind(value))
         return place
 
 
@@ -194,13 +206,11 @@ def mtp_result(call: Call, raw: Any, *, exact: bool = True) -> tuple[Any, Any]:
     if not call.fits(embeds, (count, call.width)):
         if not _is_tensor(embeds) or not embeds.ndim:
             raise call.error("T4", "inputs_embeds as a tensor", _kind(embeds))
-        embeds = embeds[:count]
-        if not _casts(call, embeds, (count, call.width)):
-            actual, shape = _kind(embeds), (count, call.width)
+        embeds, shape = embeds[:count], (count, call.width)
+        if not call.casts(embeds, shape):
             if exact and embeds.shape != shape:
-                raise call.error("T4", f"inputs_embeds of shape {shape}", actual)
-            embeds = call.laid_out("T4", "inputs_embeds", call.embeds, shape, embeds, _copy)
-            call.deviation("T4", "shape", f"inputs_embeds of shape {shape}", actual)
+                raise call.error("T4", f"inputs_embeds of shape {shape}", _kind(embeds))
+            embeds = call.as_released("T4", "inputs_embeds", shape, embeds, _copy)
     if codes is None:
         return embeds, None
     if _is_tensor(codes) and codes.ndim:
@@ -219,42 +229,33 @@ def _odd_embeds(call: Call, embeds: Any, span: int, in_mtp: bool) -> tuple[int, 
     """Embeddings that are not like the step's buffer: how many rows of it they fill, and with what."""
     if not _is_tensor(embeds) or not embeds.ndim:
         raise call.error("E5", "inputs_embeds as a tensor with a row for each token", _kind(embeds))
-    rows, actual = min(span, embeds.shape[0]), _kind(embeds)
+    rows = min(span, embeds.shape[0])
     if in_mtp and not rows:
         raise call.error("E5", "an embedding row for MTP", "none")
     if embeds.shape[0] != span and embeds.shape[1:] == (call.width,):
         call.deviation("E5", "rows", f"{span} embedding rows", str(embeds.shape[0]))
     if embeds.ndim > 1 or not in_mtp:
         embeds = embeds[:rows]
-    if _casts(call, embeds, (rows, call.width)):
+    shape = (rows, call.width)
+    if call.casts(embeds, shape):
         return rows, embeds
     # Into the MTP batch the released runner copies; into the step's buffer it assigns, which takes further shapes.
-    write = _copy if in_mtp else _assign
-    embeds = call.laid_out("E5", "inputs_embeds", call.embeds, (rows, call.width), embeds, write)
-    call.deviation("E5", "shape", f"inputs_embeds of shape {(span, call.width)} and a floating dtype", actual)
-    return rows, embeds
+    return rows, call.as_released("E5", "inputs_embeds", shape, embeds, _copy if in_mtp else _assign)
 
 
 def _batch_embeds(call: Call, embeds: Any, count: int, *, exact: bool) -> Any:
     """A batch's embeddings that are not like the step's buffer. ``exact``: the released runner writes them by index,
     and so takes no others than one floating row per request."""
-    if not _is_tensor(embeds) or embeds.ndim != 2 or embeds.shape[0] != count:
-        rows = _is_tensor(embeds) and embeds.ndim == 2 and embeds.shape[1] == call.width
-        expected = f"{count} embedding rows" if rows else f"inputs_embeds as a tensor of shape {(count, call.width)}"
-        raise call.error("E5b", expected, str(embeds.shape[0]) if rows else _kind(embeds))
-    if _casts(call, embeds, (count, call.width)):
+    shape = (count, call.width)
+    if call.casts(embeds, shape):
         return embeds
-    expected = f"inputs_embeds of shape {(count, call.width)} and a floating dtype on {call.embeds.device}"
-    if exact:
-        raise call.error("E5b", expected, _kind(embeds))
-    written = call.laid_out("E5b", "inputs_embeds", call.embeds, (count, call.width), embeds, _copy)
-    call.deviation("E5b", "shape", expected, _kind(embeds))
-    return written
-
-
-def _casts(call: Call, value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor needs nothing but a cast to another floating dtype."""
-    return bool(value.shape == shape and value.dtype.is_floating_point and value.device == call.embeds.device)
+    if not _is_tensor(embeds) or embeds.ndim != 2 or embeds.shape[0] != count or exact:
+        rows = _is_tensor(embeds) and embeds.ndim == 2 and embeds.shape[0] != count
+        expected = f"inputs_embeds of shape {shape} and a floating dtype on {call.device}"
+        raise call.error(
+            "E5b", f"{count} embedding rows" if rows else expected, str(len(embeds)) if rows else _kind(embeds)
+        )
+    return call.as_released("E5b", "inputs_embeds", shape, embeds, _copy)
 
 
 def _scalar_ids(call: Call, ids: Any, rows: int, given_ids: Any) -> Any:
@@ -266,29 +267,20 @@ def _scalar_ids(call: Call, ids: Any, rows: int, given_ids: Any) -> Any:
 
 def _ids(call: Call, clause: str, ids: Any, count: int, given_ids: Any) -> Any:
     """``count`` token ids as a tensor of shape (count,) on the step's device; any integer dtype passes (R7)."""
-    dtype = ids.dtype
-    if dtype is given_ids.dtype and ids.device == given_ids.device:
+    dtype, device = ids.dtype, ids.device
+    whole = dtype is given_ids.dtype or not (dtype.is_floating_point or dtype.is_complex or "bool" in str(dtype))
+    if whole and device == given_ids.device:
         return ids if ids.ndim == 1 else ids.reshape(-1)
-    whole = not (dtype.is_floating_point or dtype.is_complex or "bool" in str(dtype))
-    if whole and ids.device == given_ids.device:
-        return ids if ids.ndim == 1 else ids.reshape(-1)
-    written = call.laid_out(clause, "input_ids", given_ids, (count,), ids, _assign)
-    call.deviation(clause, "ids dtype", f"input_ids of an integer dtype on {given_ids.device}", _kind(ids))
-    return written
+    return call.as_released(clause, "input_ids", (count,), ids, _assign, like=given_ids)
 
 
 def _mtp_rows(call: Call, clause: str, name: str, value: Any, shape: tuple[int, int]) -> Any:
     """Hidden states or a text step as rows of the MTP batch. They may lie on the host, where some models keep them."""
-    if call.fits(value, shape):
+    if call.fits(value, shape) or call.casts(value, shape):
         return value
-    on_host = _is_tensor(value) and value.device.type == "cpu"
-    if on_host and value.shape == shape and value.dtype.is_floating_point:
+    if _is_tensor(value) and value.is_cpu and value.shape == shape and value.dtype.is_floating_point:
         return value
-    if _is_tensor(value) and _casts(call, value, shape):
-        return value
-    written = call.laid_out(clause, name, call.embeds, shape, value, _copy)
-    call.deviation(clause, name, f"{name} of shape {shape} and a floating dtype", _kind(value))
-    return written
+    return call.as_released(clause, name, shape, value, _copy)
 
 
 def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any, Any] | None:
