@@ -76,8 +76,8 @@ def check_step(cls: type, case: Case, device: torch.device, emulated: Any) -> No
     assert (counts.d2h, counts.host_syncs) == (to_host, to_host)
     # Rows in sequence need no index.
     assert (counts.h2d_async, counts.h2d_sync) == (int(scattered and case.rows > 1), 0)
-    # A scalar row: its three parts one by one, and its mark. One more where codes and marks leave the device packed.
-    limit = 9 if case.hook == "batched" else (3 + marks) * case.rows + 5
+    # A scalar row: its id and three parts one by one, and its mark. One more where codes and marks leave packed.
+    limit = 9 if case.hook == "batched" else (4 + marks) * case.rows + 5
     limit += 4 * scattered + (marks and not case.resident)
     assert counts.d2d + counts.kernels <= limit, (counts.d2d, counts.kernels)
     codes = steps.model.talker_mtp(torch.empty(case.rows))[1]
