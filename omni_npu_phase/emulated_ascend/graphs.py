@@ -24,10 +24,24 @@ from torch.utils._pytree import tree_leaves
 
 
 class NPUGraph:
-    """What one capture recorded."""
+    """What one capture recorded; `torch.npu.graph` begins and ends it."""
+
+    capturing = False
+    auto_dispatch_capture = False
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._calls: list[_Call] = []
+        self._mode: _Recorder | None = None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self._mode = _Recorder(self._calls)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        NPUGraph.capturing = True
+
+    def capture_end(self) -> None:
+        assert self._mode is not None
+        NPUGraph.capturing = False
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def replay(self) -> None:
         for call in self._calls:
@@ -36,39 +50,14 @@ class NPUGraph:
     def reset(self) -> None:
         self._calls = []
 
-    def pool(self) -> tuple[int, int]:
-        return graph_pool_handle()
-
-
-class graph:  # noqa: N801 - torch.npu's name
-    """A block whose operators are recorded into a graph."""
-
-    open = 0
-
-    def __init__(self, npu_graph: NPUGraph, pool: Any = None, stream: Any = None, **_: Any) -> None:
-        self._mode = _Recorder(npu_graph._calls)
-
-    def __enter__(self) -> None:
-        torch.npu.synchronize()  # type: ignore[attr-defined]
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        graph.open += 1
-
-    def __exit__(self, *error: Any) -> None:
-        graph.open -= 1
-        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
-
-
-def graph_pool_handle() -> tuple[int, int]:
-    return 0, 0
-
 
 def is_current_stream_capturing() -> bool:
-    return graph.open > 0
+    return NPUGraph.capturing
 
 
 def install() -> None:
-    """Give `torch.npu` this model in place of its own graphs, which need CANN's."""
-    for model in (NPUGraph, graph, graph_pool_handle, is_current_stream_capturing):
+    """Give `torch.npu` this model in place of its own graph, which needs CANN's."""
+    for model in (NPUGraph, is_current_stream_capturing):
         setattr(torch.npu, model.__name__, model)  # type: ignore[attr-defined]
 
 
