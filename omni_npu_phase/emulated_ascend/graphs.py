@@ -10,6 +10,9 @@ Capture records every operator that reaches the dispatcher with its operands; th
 alive, as a graph's pool does. Replay calls each operator on the same operands again and copies what it makes into the
 tensors it made at capture. A view made at capture still views the same memory, and needs no second call.
 
+A task group is what vLLM-Ascend updates between two replays, the lengths that attention is given on the host. A graph
+with such groups can be captured, and is not replayed.
+
 Other than on the device, capture computes too, and of what a graph cannot hold only a value that is read on the host
 is refused. A copy from the host is recorded with the host tensor, and reads it anew at each replay, as the device does.
 """
@@ -24,51 +27,52 @@ from torch.utils._pytree import tree_leaves
 
 
 class NPUGraph:
-    """What one capture recorded."""
+    """What one capture recorded; `torch.npu.graph` begins and ends it."""
+
+    capturing: NPUGraph | None = None
+    auto_dispatch_capture = False
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        self._recorder: _Recorder | None = None
+        self.reset()
+
+    def reset(self) -> None:
         self._calls: list[_Call] = []
+        self.has_task_groups = False
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self._recorder = _Recorder(self._calls)
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+        NPUGraph.capturing = self
+
+    def capture_end(self) -> None:
+        assert self._recorder is not None
+        NPUGraph.capturing = None
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def replay(self) -> None:
+        if self.has_task_groups:
+            raise NotImplementedError("the emulated Ascend device does not replay a graph with task groups (attention)")
         for call in self._calls:
             call.again()
 
-    def reset(self) -> None:
-        self._calls = []
-
-    def pool(self) -> tuple[int, int]:
-        return graph_pool_handle()
-
-
-class graph:  # noqa: N801 - torch.npu's name
-    """A block whose operators are recorded into a graph."""
-
-    open = 0
-
-    def __init__(self, npu_graph: NPUGraph, pool: Any = None, stream: Any = None, **_: Any) -> None:
-        self._mode = _Recorder(npu_graph._calls)
-
-    def __enter__(self) -> None:
-        torch.npu.synchronize()  # type: ignore[attr-defined]
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        graph.open += 1
-
-    def __exit__(self, *error: Any) -> None:
-        graph.open -= 1
-        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
-
-
-def graph_pool_handle() -> tuple[int, int]:
-    return 0, 0
-
 
 def is_current_stream_capturing() -> bool:
-    return graph.open > 0
+    return NPUGraph.capturing is not None
+
+
+def graph_task_group_begin(stream: Any) -> None:
+    assert NPUGraph.capturing is not None
+    NPUGraph.capturing.has_task_groups = True
+
+
+def graph_task_group_end(stream: Any) -> None:
+    """Returns no handle: what a group would be updated with is not modelled."""
 
 
 def install() -> None:
-    """Give `torch.npu` this model in place of its own graphs, which need CANN's."""
-    for model in (NPUGraph, graph, graph_pool_handle, is_current_stream_capturing):
+    """Give `torch.npu` this model in place of its own graph, which needs CANN's."""
+    for model in (NPUGraph, is_current_stream_capturing, graph_task_group_begin, graph_task_group_end):
         setattr(torch.npu, model.__name__, model)  # type: ignore[attr-defined]
 
 
@@ -82,7 +86,8 @@ class _Call:
         self._made = [None if _memory(tensor) in given else tensor for tensor in _tensors(result)]
 
     def does_something(self) -> bool:
-        return any(tensor is not None for tensor in self._made) or self._operator._schema.is_mutable
+        schema = self._operator._schema
+        return schema.is_mutable or schema.overload_name == "out" or any(made is not None for made in self._made)
 
     def again(self) -> None:
         results = _tensors(self._operator(*self._args, **self._kwargs))
@@ -94,7 +99,7 @@ class _Call:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls = calls
+        self.calls = calls
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator is torch.ops.aten._local_scalar_dense.default:
@@ -102,7 +107,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = operator(*args, **(kwargs or {}))
         call = _Call(operator, args, kwargs or {}, result)
         if call.does_something():
-            self._calls.append(call)
+            self.calls.append(call)
         return result
 
 

@@ -150,6 +150,19 @@ def fused_infer_attention_score(
     return result, torch.empty(0)
 
 
+def fused_infer_attention_score_out(
+    *operands: torch.Tensor, out: Sequence[torch.Tensor], workspace: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is captured: the result goes where it goes at every replay."""
+    result, _ = fused_infer_attention_score(*operands, **options)
+    out[0].copy_(result)
+    return out[0], out[1]
+
+
+def fused_infer_attention_score_workspace(*_: torch.Tensor, **__: Any) -> torch.Tensor:
+    return torch.empty(0)
+
+
 def fusion_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -202,6 +215,8 @@ MODELS: dict[str, Callable[..., Any]] = {
     "npu::npu_mrope": mrope,
     "npu::npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "npu::npu_fused_infer_attention_score": fused_infer_attention_score,
+    "npu::npu_fused_infer_attention_score.out": fused_infer_attention_score_out,
+    "npu::_npu_fused_infer_attention_score_get_max_workspace": fused_infer_attention_score_workspace,
     "npu::npu_fusion_attention": fusion_attention,
     "atb::_npu_matmul_add_fp32": matmul_add_fp32,
     "atb::_npu_reshape_and_cache": reshape_and_cache,

@@ -14,8 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from omni_npu_phase.speech.observe import Row
 
 TEXTS = {"a": "Hello there, this is a long prompt that is cut into pieces.", "b": "Good morning.", "c": "Hello world"}
 FRAMES = 6
+CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
 POISON = -0x04040405
 """An int32 of the bytes that stand in host memory until a copy into it has been waited for."""
 
@@ -46,6 +47,8 @@ class Case:
     """Tokens of one request a step at most; 0 for no such limit."""
     with_embeds: bool = False
     """Whether requests bring prompt embeddings, which the mixin uploads row by row."""
+    captured: bool = False
+    """Whether MTP is a captured graph, in vLLM-Ascend's own wrapper; the talker's forward pass runs eagerly."""
     requests: str = "abc"
     mutant: str | None = None
 
@@ -57,10 +60,13 @@ CASES = {
     "async": Case(23, asynchronous=True, late=True),
     "released": Case(16, mode="off", late=True),
     "released async": Case(23, mode="off", asynchronous=True),
+    "captured": Case(23, captured=True),
+    "released captured": Case(23, mode="off", captured=True),
     "embeds": Case(32, chunk=7, with_embeds=True),
 }
 CONTROLS = {
     "span": Case(7, requests="c", mutant="span"),
+    "other memory": Case(23, captured=True, mutant="other memory"),
     "no wait": Case(16, asynchronous=True, mutant="no wait"),
     "one slot": replace(CASES["embeds"], mutant="one slot"),
 }
@@ -75,6 +81,8 @@ class Spoken:
     tokens: dict[str, list[int]]
     rows: list[Row] = field(default_factory=list)
     hazards: list[str] = field(default_factory=list)
+    replayed: list[int] = field(default_factory=list)
+    """Rows of each replayed graph of MTP, padding with them."""
     staged: int = 0
     """Uploads through the mixin's staging slots."""
 
@@ -114,18 +122,20 @@ def test_every_engine_makes_the_same_codes(name: str, spoken: dict[str, Spoken])
     said, whole = spoken[name], spoken["whole"]
     assert said.hazards == []
     assert said.tokens == whole.tokens
-    assert said.frames == whole.frames
-    assert all(len(frames) == FRAMES for frames in said.frames.values())
+    # The observer sees no replayed graph; tokens depend on every code of the frames before.
+    if not CASES[name].captured:
+        assert said.frames == whole.frames
+        assert all(len(frames) == FRAMES for frames in said.frames.values())
     assert (said.runner == "PhaseNPUARModelRunner") is (CASES[name].mode == "strict")
 
 
 def test_prompts_are_cut_as_intended(spoken: dict[str, Spoken]) -> None:
-    assert all(row.span == row.prompt_len for row in spoken["whole"].rows if row.prefill)
+    assert all(row.span == row.prompt_len for row in spoken["whole"].rows if row.lengths.prefill)
     for name in ("chunked", "late", "async", "released", "embeds"):
-        assert sum(row.prefill for row in spoken[name].rows) > len(TEXTS), name
-    assert any(row.tail for row in spoken["chunked"].rows)
+        assert sum(row.lengths.prefill for row in spoken[name].rows) > len(TEXTS), name
+    assert any(row.lengths.tail for row in spoken["chunked"].rows)
     first, *others = (row for row in spoken["late"].rows if row.step == _joined(spoken["late"]))
-    assert (first.request, first.prefill) == ("a", False)
+    assert (first.request, first.lengths.prefill) == ("a", False)
     assert others
 
 
@@ -133,14 +143,26 @@ def _joined(said: Spoken) -> int:
     return min(row.step for row in said.rows if row.request != "a")
 
 
+@pytest.mark.parametrize("name", ["captured", "released captured"])
+def test_captured_mtp_is_replayed_with_padding(name: str, spoken: dict[str, Spoken]) -> None:
+    """T10, R6: three rows in a graph for four, which reads and writes where it did at capture."""
+    replayed = spoken[name].replayed
+    assert 4 in replayed
+    assert sum(replayed) > FRAMES
+
+
+def test_inputs_in_other_memory_are_not_seen_by_the_graph(spoken: dict[str, Spoken]) -> None:
+    assert spoken["other memory"].tokens != spoken["whole"].tokens
+
+
 def test_rows_are_uploaded_through_the_staging_slots(spoken: dict[str, Spoken]) -> None:
-    assert spoken["embeds"].staged >= sum(row.prefill for row in spoken["embeds"].rows)
+    assert spoken["embeds"].staged >= sum(row.lengths.prefill for row in spoken["embeds"].rows)
     assert spoken["chunked"].staged == 0
 
 
 def test_a_guard_by_span_is_seen(spoken: dict[str, Spoken]) -> None:
     said = spoken["span"]
-    tails = [row for row in said.rows if row.tail]
+    tails = [row for row in said.rows if row.lengths.tail]
     assert tails
     assert all(row.seen_by_mtp for row in tails), "T2"
     assert said.frames["c"] != spoken["whole"].frames["c"]
@@ -175,7 +197,8 @@ def _speak(model: Path, case: Case) -> dict[str, Any]:
         from omni_npu_phase.speech.talker_engine import talker_engine
 
         limit = {"long_prefill_token_threshold": case.chunk} if case.chunk else {}
-        settings = {"budget": case.budget, "asynchronous": case.asynchronous, **limit}
+        graphs = {"enforce_eager": False, "compilation_config": CAPTURED} if case.captured else {}
+        settings = {"budget": case.budget, "asynchronous": case.asynchronous, **limit, **graphs}
         import vllm_omni.patch  # noqa: F401 - the platform, and with it the device
 
         from omni_npu_phase import emulated_ascend, plugin
@@ -184,15 +207,21 @@ def _speak(model: Path, case: Case) -> dict[str, Any]:
         plugin.install()
         device = emulated_ascend.active_device()
         staged: list[int] = []
+        replayed: list[int] = []
         for target, attribute, value in _changes(case, device, staged):
             changes.enter_context(mock.patch.object(target, attribute, value))
         with talker_engine(model, **settings) as engine, device.counting() as counting:
+            runner = engine.core.model_executor.driver_worker.worker.model_runner
+            if case.captured:
+                changes.enter_context(_replays_noted(runner, replayed))
+            if case.mutant == "other memory":
+                inputs = runner.talker_mtp_inputs_embeds
+                inputs.gpu = inputs.gpu.clone()
             for name in case.requests:
                 while case.late and name == "b" and len(engine.tokens["a"]) < 3:
                     engine.step()
                 engine.submit(name, TEXTS[name], max_tokens=FRAMES + 1, with_embeds=case.with_embeds)
             tokens = engine.run()
-            runner = engine.core.model_executor.driver_worker.worker.model_runner
         (rows,) = observe.read(Path(folder))
         return {
             "runner": type(runner).__name__,
@@ -201,6 +230,7 @@ def _speak(model: Path, case: Case) -> dict[str, Any]:
             "rows": [asdict(row) for row in rows],
             "hazards": counting.hazards,
             "staged": len(staged),
+            "replayed": replayed,
         }
 
 
@@ -214,6 +244,11 @@ def _changes(case: Case, device: Any, staged: list[int]) -> list[tuple[Any, str,
         (torch.Tensor, "tolist", _checked(torch.Tensor.tolist, device)),
         (PinnedStaging, "upload", _counted(PinnedStaging.upload, staged)),
     ]
+    if case.captured:
+        from omni_npu_phase.speech.observed_talker import ObservedTalker
+
+        # The observer reads codes on the host, which no capture can hold.
+        changes.append((ObservedTalker, "talker_mtp", ObservedTalker.__mro__[1].talker_mtp))
     if case.with_embeds:
         from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
 
@@ -230,6 +265,27 @@ def _changes(case: Case, device: Any, staged: list[int]) -> list[tuple[Any, str,
     if case.mutant == "one slot":
         changes.append((PinnedStaging, "_free_slot", _reused_early))
     return changes
+
+
+@contextmanager
+def _replays_noted(runner: Any, replayed: list[int]) -> Iterator[None]:
+    from omni_npu_phase.emulated_ascend.graphs import NPUGraph
+
+    runner.model = runner.model.unwrap()
+    rows = {
+        id(entry.aclgraph): descriptor.num_tokens
+        for descriptor, entry in runner.talker_mtp.concrete_aclgraph_entries.items()
+    }
+    released = NPUGraph.replay
+
+    def replay(graph: NPUGraph) -> None:
+        # The code predictor has graphs of its own.
+        if id(graph) in rows:
+            replayed.append(rows[id(graph)])
+        released(graph)
+
+    with mock.patch.object(NPUGraph, "replay", replay):
+        yield
 
 
 def _checked(released: Callable[..., Any], device: Any) -> Callable[..., Any]:

@@ -36,7 +36,6 @@ def test_the_classes_are_the_released_ones(runner: verify.RunnerClasses) -> None
         assert names == [PhaseRoutingMixin, OmniNPUModelRunner, OmniGPUModelRunner]
 
 
-@pytest.mark.hardware
 def test_rows_of_a_captured_graph(device: Any) -> None:
     """A captured graph replays on the same addresses, with padding behind the rows."""
     import torch
