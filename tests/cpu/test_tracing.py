@@ -115,10 +115,10 @@ def test_a_trace_says_what_rows_show(name: str, tmp_path: Path) -> None:
         assert len(steps) == len(result.run.steps)
         for found, recorded in zip(steps, result.run.steps, strict=True):
             for got, wanted in zip(found.rows, recorded.rows, strict=True):
-                assert (got.request, got.computed) == (wanted.request, wanted.computed)
+                assert (got.request, got.num_computed) == (wanted.request, wanted.num_computed)
                 assert got.span == scenario.setting.claimed_spans.get(wanted.request, wanted.span)
-                if got.span == wanted.span and wanted.computed >= 0:
-                    assert (got.prompt_len, got.phase) == (wanted.prompt, wanted.phase)
+                if got.span == wanted.span and wanted.num_computed >= 0:
+                    assert (got.prompt_len, got.phase) == (wanted.prompt_len, wanted.phase)
                 if found.error is None and result.trace.header.mtp and not _leaves_mtp_out(scenario):
                     assert got.seen_by_mtp is (wanted.shows == MTP), (scenario.id, str(got))
         assert (steps[-1].error is None) is (result.run.error is None)
@@ -581,7 +581,7 @@ def _third_party(released: type, change: Change) -> type:
             self._planned: set[str] = getattr(self, "_planned", set())
             if self.model.has_preprocess or change.always:
                 try:
-                    plan = mixin._plan(self, scheduler_output, num_input_tokens)
+                    plan = mixin.plan_of(self, scheduler_output, num_input_tokens)
                 except contract.ContractError:
                     if change.refuses:
                         raise
@@ -943,7 +943,7 @@ def test_compare(mixed_trace: Path, mixed: type, tmp_path: Path) -> None:
     assert _cli("compare", mixed_trace, mixed_trace).exit_code == 0
     other = tmp_path / "other"
     scenario = BY_ID["condensed"]
-    later = replace(scenario, steps=(*scenario.steps[:2], (replace(scenario.steps[2][0], computed=7),)))
+    later = replace(scenario, steps=(*scenario.steps[:2], (replace(scenario.steps[2][0], num_computed=7),)))
     path = _traced(other, mixed, later).trace.path
     result = _cli("compare", mixed_trace, path)
     assert result.exit_code == 1

@@ -79,7 +79,7 @@ def check_step(cls: type, case: Case, device: torch.device, emulated: Any) -> No
     # A scalar row: its id and three parts one by one, and its mark. One more where codes and marks leave packed.
     limit = 9 if case.hook == "batched" else (4 + marks) * case.rows + 5
     if scattered:
-        # A batched hook is called before and behind the chunk: its rows' four parts, ids and marks, and the chunk's own.
+        # A batched hook is called twice, before and behind the chunk, and the chunk has rows and updates of its own.
         limit += 11 if case.hook == "batched" else 4
     limit += marks and not case.resident
     assert counts.d2d + counts.kernels <= limit, (counts.d2d, counts.kernels)
