@@ -530,10 +530,10 @@ def _made_to_fit(updates: dict[Any, Any], width: int) -> Any:
     return inputs if fits else _blank(width)
 
 
-def _mtp_reversed(original: Any, runner: Any, request_ids: Any, embeds: Any, offsets: Any) -> None:
-    for buffer in mtp_inputs(runner):
-        buffer[: len(offsets)] = buffer[: len(offsets)].flip(0)
-    original(runner, request_ids[::-1], embeds, offsets[::-1])
+def _mtp_reversed(original: Any, port: Any, rows: Sequence[int]) -> None:
+    for buffer in mtp_inputs(port.runner):
+        buffer[: len(rows)] = buffer[: len(rows)].flip(0)
+    original(port, rows[::-1])
 
 
 def _ids_as_given(original: Any, runner: Any, *args: Any) -> None:
@@ -796,7 +796,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(PhaseRoutingMixin, "_preprocess", _forward_without_ids),)),
     # T: MTP.
     Mutant("mtp-rows-reversed", ("T1",), "the MTP batch is in reverse row order",
-           (Change(PhaseRoutingMixin, "_talker_mtp_forward", _mtp_reversed),)),
+           (Change(RunnerPort, "run_mtp", _mtp_reversed),)),
     Mutant("mtp-infos-reversed", ("T1",), "MTP gets the infos of its rows in reverse",
            (Change(PhaseRoutingMixin, "_talker_mtp_forward", _infos_of_others),), also=("request-ids",)),
     Mutant("mtp-on-tails", ("T2",), "every one-token span goes to MTP",

@@ -188,10 +188,10 @@ def test_nothing_grows_while_requests_come_and_go(mixed: type, hook: Any) -> Non
             for ended in runner.requests.keys() - set(runner.input_batch.req_ids):
                 del runner.requests[ended]
                 runner.model_intermediate_buffer.pop(ended, None)
-            if number in (500, 1999):
+            if number in (500, 1250, 1999):
                 gc.collect()
                 objects.append(len(gc.get_objects()))
                 held.append((_tensor_bytes(), len(runner.model_intermediate_buffer)))
-    assert held[0] == held[1]
-    # Nothing a step or a request, of which there were a thousand and a half.
-    assert objects[1] - objects[0] < 500
+    assert held[0] == held[1] == held[2]
+    # Nothing a step or a request, of which there were 750 each time; what is imported meanwhile comes once.
+    assert min(objects[1] - objects[0], objects[2] - objects[1]) < 250
