@@ -14,6 +14,7 @@ import torch
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.releases import Runtime, UnsupportedRuntimeError, runtime_of
+from omni_npu_phase.releases.fits import PREPROCESS_VALUES
 from omni_npu_phase.step.live import LiveBuffers
 from omni_npu_phase.step.mtp import TalkerMtp
 from omni_npu_phase.step.plan import Run, StepPlan, of_rows, plan_step
@@ -56,7 +57,7 @@ class PhaseRoutingMixin(PhaseMixin):
         plan = phase.plan = plan_of(self, scheduler_output, num_input_tokens)
         with _hooks_masked(self, phase):
             outputs = released(scheduler_output, num_input_tokens, intermediate_tensors)
-            if len(outputs) != tools.runtime.preprocess_values:
+            if len(outputs) != PREPROCESS_VALUES:
                 raise UnsupportedRuntimeError(f"{tools.runtime.name}: _preprocess returned {len(outputs)} values")
             ids, embeds, *passed_through = outputs
             if embeds is None:
@@ -269,7 +270,7 @@ class RunnerPort(Port):
         tools = _tools_of(runner, phase)
         self._live, self._mtp = tools.live, tools.mtp
         self._write_keywords = tools.runtime.write_keywords
-        self._attach_infos = tools.runtime.attach_infos(runner)
+        self._attach_infos = runner._maybe_attach_mimo_audio_req_infos
         self._lent: torch.Tensor | None = None
         self.has_batched_hook = callable(getattr(self.model, BATCHED_HOOK, None))
         if getattr(runner, "has_talker_mtp", False):
