@@ -68,9 +68,15 @@ class PhaseRoutingMixin(PhaseMixin):
 
         preprocess_batch = getattr(self.model, "preprocess_batch", None)
         if callable(preprocess_batch):
-            preprocess_batch(
-                req_ids=plan.request_ids, model_intermediate_buffer=self.model_intermediate_buffer, device=ids.device
+            fills_rows = tools.runtime.fills_rows and getattr(self.model, "preprocess_batch_fills_rows", False)
+            filled = preprocess_batch(
+                req_ids=plan.request_ids,
+                model_intermediate_buffer=self.model_intermediate_buffer,
+                device=ids.device,
+                **(layout_of(plan, ids, embeds) if fills_rows else {}),
             )
+            if fills_rows and filled:
+                plan = phase.plan = plan.without(filled)
         with tools.live:
             route(plan, RunnerPort(self, phase, plan, ids, embeds))
         return (ids, embeds, *passed_through)
@@ -177,6 +183,18 @@ def plan_of(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
         _starts(runner, rows),
         buffer_rows=buffer_rows,
     )
+
+
+def layout_of(plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> dict[str, Any]:
+    """What ``preprocess_batch`` needs to fill rows itself (M10)."""
+    return {
+        "input_ids": ids,
+        "inputs_embeds": embeds,
+        "token_offsets": list(plan.offsets),
+        "num_scheduled_tokens": list(plan.spans),
+        "num_computed_tokens": list(plan.num_computed),
+        "prompt_lens": list(plan.prompt_lens),
+    }
 
 
 def _starts(runner: Any, rows: int) -> list[int]:
