@@ -257,7 +257,9 @@ def _owned_fields(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> 
             kept = "once" in live.get(recording.NESTED, {})
             yield "M9", f"{placed}: a nested value the hook popped is back" if kept else ""
     # As text, for 1 is not True.
-    logs = [log for row, log in zip(step.rows, step.log.postprocess, strict=True) if row.request not in step.log.filled]
+    logs = step.log.postprocess
+    if step.log.filled and len(logs) == len(step.rows):
+        logs = [log for row, log in zip(step.rows, logs, strict=True) if row.request not in step.log.filled]
     found = str([[log.get(name) for name in contract.FIELDS] for log in logs])
     wanted = str([list(placed.row.fields.values()) for placed in rows])
     yield "M9", "" if found == wanted else f"postprocess reads (P, C, is prefill) as {found}, not {wanted}"
