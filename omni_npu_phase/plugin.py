@@ -95,8 +95,7 @@ def phase_runner(cls: type, family: Family = V1) -> type:
             runtime = pkgutil.resolve_name(family.check)(cls.__mro__)
             _refuse_overrides(cls, mixin, family)
             _made[cls] = _make(cls, mixin, family)
-            known = f", known as {runtime.name}" if runtime else ""
-            place = f"{mixin.__name__} is before {_path(cls)}{known}"
+            place = f"{mixin.__name__} is before {_path(cls)}, known as {runtime.name}"
             logger.info("omni-npu-phase %s (%s): %s", __version__, chosen_mode(), place)
     return _made.get(cls, cls)
 

@@ -16,6 +16,7 @@ from omni_npu_phase.conformance.bench import ROWS_BEHIND, Bench, scenario_bench,
 from omni_npu_phase.conformance.recording_model import Log
 from omni_npu_phase.conformance.scenarios import Row, Scenario, SetupError, Step, Variant
 from omni_npu_phase.contract import FIELDS
+from omni_npu_phase.releases import names_in
 
 
 @dataclass(slots=True)
@@ -50,6 +51,8 @@ class Recording:
     untouched_by_error: bool = True
     """After an error: whether nothing of the refused rows was written since their hook returned."""
     warnings: list[str] = field(default_factory=list)
+    fills_rows: bool = False
+    """Whether the released runner lets ``preprocess_batch`` fill rows (M10)."""
     indices: Mapping[str, int] = field(init=False)
     """The number of each request, by which token ids name it."""
 
@@ -66,7 +69,8 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
     Raises :class:`SetupError` where no runner of the class can be made, and where a step reads what only the runner's
     own ``__init__``, or an engine, sets.
     """
-    record = Recording(scenario, variant, device.type)
+    fills_rows = "preprocess_batch_fills_rows" in names_in(cls.__mro__, "_maybe_run_batch_preprocess")
+    record = Recording(scenario, variant, device.type, fills_rows=fills_rows)
     with _warnings_of_package(record.warnings), single_stage():
         try:
             bench = scenario_bench(cls, scenario, variant, device)

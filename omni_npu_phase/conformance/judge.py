@@ -119,12 +119,13 @@ def _judge_rows(run: Recording) -> Iterator[Finding]:
         return
     history = _History(run)
     for number, step in enumerate(run.steps):
-        placed = _place(run, step)
+        every = _place(run, step)
+        placed = [each for each in every if each.row.request not in step.log.filled]
         before = f"step {number + 1}: "
         checks = (
             _fields(run, step, placed, history),
             _owned_fields(run, step, placed),
-            _batch_hook(run, step),
+            _batch_hook(run, step, every),
             _hook_choice(run, step, placed),
             _writes(run, step, placed),
             _updates(run, step, placed, history),
@@ -256,12 +257,15 @@ def _owned_fields(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> 
             kept = "once" in live.get(recording.NESTED, {})
             yield "M9", f"{placed}: a nested value the hook popped is back" if kept else ""
     # As text, for 1 is not True.
-    found = str([[log.get(name) for name in contract.FIELDS] for log in step.log.postprocess])
+    logs = step.log.postprocess
+    if step.log.filled and len(logs) == len(step.rows):
+        logs = [log for row, log in zip(step.rows, logs, strict=True) if row.request not in step.log.filled]
+    found = str([[log.get(name) for name in contract.FIELDS] for log in logs])
     wanted = str([list(placed.row.fields.values()) for placed in rows])
     yield "M9", "" if found == wanted else f"postprocess reads (P, C, is prefill) as {found}, not {wanted}"
 
 
-def _batch_hook(run: Recording, step: StepRecord) -> Iterator[Finding]:
+def _batch_hook(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
     if run.scenario.behaviour.preprocess_batch == "absent":
         return
     calls = step.log.batch_hooks
@@ -269,6 +273,37 @@ def _batch_hook(run: Recording, step: StepRecord) -> Iterator[Finding]:
     yield "M10", "" if calls == wanted else f"preprocess_batch calls (hooks before, requests): {calls}"
     marked = all(call.info.get(recording.BATCH_MARK) == call.request_id for call in step.log.hooks)
     yield "M10", "" if marked else "a hook was not given the buffer that preprocess_batch left"
+    if run.fills_rows and run.scenario.behaviour.fills:
+        yield from _filled(run, step, rows)
+
+
+def _filled(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
+    """Rows that preprocess_batch fills itself: it is given what it needs, and they get nothing else (M10)."""
+    buffer = (0, len(step.embeds or []))
+    wanted = {
+        "input_ids": buffer,
+        "inputs_embeds": buffer,
+        "token_offsets": step.offsets,
+        "num_scheduled_tokens": [row.span for row in step.rows],
+        "num_computed_tokens": [row.num_computed for row in step.rows],
+        "prompt_lens": [row.prompt_len for row in step.rows],
+    }
+    # As text, for NumPy's numbers are other types.
+    right = str(step.log.layout) == str(wanted)
+    yield "M10", "" if right else f"preprocess_batch was given {step.log.layout} to fill rows with"
+    in_mtp = [token_id for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
+    for placed in rows:
+        if placed.row.request not in step.log.filled:
+            continue
+        tokens = [run.token(placed.row, index) for index in range(placed.row.span)]
+        found = (step.embeds or [])[placed.start : placed.start + placed.row.span]
+        live = step.live.get(placed.row.request, {})
+        yield "M10", f"{placed} was filled, and got a hook" if placed.calls else ""
+        yield "M10", f"{placed} was filled, and went to MTP" if placed.token in in_mtp else ""
+        kept = found == [recording.filled_embedding(token_id) for token_id in tokens]
+        yield "M10", "" if kept else f"{placed} was filled, and written over"
+        refreshed = any(name in live for name in contract.FIELDS)
+        yield "M10", f"{placed} was filled, and its fields were refreshed" if refreshed else ""
 
 
 # R: routing.
@@ -319,9 +354,9 @@ def _batches(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
     if run.variant.hook != "batched" or run.variant.mtp:
         return
     by_call: dict[int, list[int]] = {}
-    for index, placed in enumerate(rows):
+    for placed in rows:
         for call in placed.calls:
-            by_call.setdefault(call.call, []).append(index)
+            by_call.setdefault(call.call, []).append(step.rows.index(placed.row))
     for indices in by_call.values():
         adjacent = indices == list(range(indices[0], indices[0] + len(indices)))
         yield "R4", "" if adjacent else f"one batched call took rows {indices}"
@@ -336,7 +371,7 @@ def _writes(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterat
         yield ("R10" if run.scenario.setting.ids_absent else "R6"), "the model forward gets no embeddings or no ids"
         return
     yield "R6", "" if step.same_buffers else "the embeddings are not in the runner's own buffer"
-    behind = _written_behind(step, rows)
+    behind = _written_behind(step)
     yield "R6", f"rows {behind} behind the spans were written" if behind else ""
     mtp_ran = bool(step.log.mtp)
     without_ids = run.scenario.setting.ids_absent or run.scenario.setting.multimodal
@@ -364,9 +399,9 @@ def _writes(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterat
     yield from _ids(run, step, rows)
 
 
-def _written_behind(step: StepRecord, rows: Sequence[_Placed]) -> list[int]:
+def _written_behind(step: StepRecord) -> list[int]:
     """Buffer rows that belong to no span and were written all the same."""
-    spans = {placed.start + index for placed in rows for index in range(placed.row.span)}
+    spans = {start + index for row, start in zip(step.rows, step.offsets, strict=True) for index in range(row.span)}
     return [row for row, embeds in enumerate(step.embeds or []) if row not in spans and embeds[0] != UNTOUCHED]
 
 
@@ -546,7 +581,7 @@ def _codes(run: Recording, step: StepRecord, rows: Sequence[_Placed], history: _
 def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[Finding]:
     behaviour = run.scenario.behaviour
     if run.scenario.setting.padded and run.variant.mtp and step.embeds is not None:
-        reached = _written_behind(step, rows)
+        reached = _written_behind(step)
         yield "T10", f"padding reached rows {reached}" if reached else ""
     if behaviour.takes_infos and run.variant.mtp:
         for call in step.log.mtp:
@@ -562,7 +597,7 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             ids = (step.returned_ids or [])[placed.start : placed.start + placed.row.span]
             kept = ids == [run.token(placed.row, index) for index in range(placed.row.span)]
             yield clause, "" if found == wanted and kept else f"{placed}: not handled as the released runner does"
-        reached = _written_behind(step, rows)
+        reached = _written_behind(step)
         yield clause, f"rows {reached} behind the spans were written" if reached else ""
 
 

@@ -32,7 +32,7 @@ DEEP, DEEP_ITEMS = "deep", "items"
 MARK = "mark"
 NESTED = "nested"
 VALIDITY = ("meta", "valid")
-_SCALAR, _BATCHED, _MTP, _HIDDEN, _TEXT = range(1, 6)
+_SCALAR, _BATCHED, _MTP, _HIDDEN, _TEXT, _FILLED = range(1, 7)
 
 
 def token(request: int, position: int) -> int:
@@ -58,6 +58,11 @@ def _vector(kind: int, token_id: int) -> list[float]:
 def embedding(token_id: int, *, batched: bool = False) -> list[float]:
     """What the hooks return for a token."""
     return _vector(_BATCHED if batched else _SCALAR, token_id)
+
+
+def filled_embedding(token_id: int) -> list[float]:
+    """What ``preprocess_batch`` writes for a token of a row that it fills itself."""
+    return _vector(_FILLED, token_id)
 
 
 def prompt_embedding(request: int, position: int) -> list[float]:
@@ -123,6 +128,10 @@ class Log:
     mtp: list[MtpCall] = field(default_factory=list)
     batch_hooks: list[tuple[int, list[str]]] = field(default_factory=list)
     """Hook calls made before it, and request ids, for each call of ``preprocess_batch``."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """What ``preprocess_batch`` was given to fill rows with; of tensors their first row in the runner's, and length."""
+    filled: frozenset[str] = frozenset()
+    """Requests whose rows it filled."""
     postprocess: list[dict[str, Any]] = field(default_factory=list)
     calls: int = 0
 
@@ -158,6 +167,7 @@ class RecordingModel:
             self.preprocess_decode_batch = True
         if behaviour.preprocess_batch != "absent":
             self.preprocess_batch = self._preprocess_batch
+            self.preprocess_batch_fills_rows = bool(behaviour.fills)
         if mtp:
             self.talker_mtp = self._talker_mtp
         self.talker_mtp_accepts_per_row_generators = behaviour.seeds == "per_row"
@@ -235,8 +245,13 @@ class RecordingModel:
         return self._returned("batched", result)
 
     def _preprocess_batch(
-        self, *, req_ids: Sequence[str], model_intermediate_buffer: dict[str, dict[str, Any]], device: torch.device
-    ) -> None:
+        self,
+        *,
+        req_ids: Sequence[str],
+        model_intermediate_buffer: dict[str, dict[str, Any]],
+        device: torch.device,
+        **layout: Any,
+    ) -> set[str] | None:
         self.log.batch_hooks.append((self.log.calls, list(req_ids)))
         for request_id in req_ids:
             known = model_intermediate_buffer.setdefault(request_id, {})
@@ -246,6 +261,22 @@ class RecordingModel:
                 known[BATCH_MARK] = request_id
             if self.behaviour.preprocess_batch == "claims":
                 known.update(_HOSTILE)
+        if not layout:
+            return None
+        ids, embeds = layout["input_ids"], layout["inputs_embeds"]
+        places = [
+            None if own is None else _row_in(own, given) for own, given in ((self.ids, ids), (self.buffer, embeds))
+        ]
+        self.log.layout = {**layout, "input_ids": (places[0], len(ids)), "inputs_embeds": (places[1], len(embeds))}
+        self.log.filled = self.behaviour.fills & set(req_ids)
+        for request_id in self.log.filled:
+            row = req_ids.index(request_id)
+            start, span = layout["token_offsets"][row], layout["num_scheduled_tokens"][row]
+            own = [filled_embedding(token_id) for token_id in ids[start : start + span].tolist()]
+            embeds[start : start + span].copy_(self._rows(own))
+            for name in contract.FIELDS:
+                model_intermediate_buffer[request_id].pop(name, None)
+        return set(self.log.filled)
 
     def _talker_mtp(
         self, ids: torch.Tensor, embeds: torch.Tensor, hidden: torch.Tensor, text_step: torch.Tensor, **keywords: Any

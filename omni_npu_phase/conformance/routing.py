@@ -59,21 +59,22 @@ def _rows(run: Recording, step: StepRecord, *, refused: bool) -> Iterator[tuple[
     """The rows of a step: hook, what it was told, and place in MTP. A ``refused`` step ends before some of it."""
     in_mtp = [place(token_id) for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
     scenario, eligible = run.scenario, 0
-    hooked = scenario.behaviour.has_preprocess
-    has_mtp = run.variant.mtp and hooked and not scenario.lacks_mtp_inputs(run.variant)
+    has_mtp = run.variant.mtp and scenario.behaviour.has_preprocess and not scenario.lacks_mtp_inputs(run.variant)
     for row in step.rows:
         own = place(run.token(row))
         calls = [call for call in step.log.hooks if call.place == own]
         if refused and not calls:
             continue
         told = [[_plain(call.info.get(name)) for name in contract.FIELDS] for call in calls]
+        # Rows that preprocess_batch filled get nothing else (M10).
+        hooked = scenario.behaviour.has_preprocess and row.request not in step.log.filled
         hook = "batched" if run.variant.hook == "batched" and row.shows == MTP else "scalar"
         where = f"{row.request} {row}"
         yield where, [hook] if hooked else [], [call.hook for call in calls]
         yield where, [list(row.fields.values())] if hooked else [], told
         if refused:
             continue
-        enters = row.shows == MTP and has_mtp
+        enters = row.shows == MTP and has_mtp and hooked
         yield f"{where} in MTP", eligible if enters else None, in_mtp.index(own) if own in in_mtp else None
         eligible += enters
 

@@ -67,6 +67,8 @@ class Behaviour:
     """Hook calls of a step, from its first on, whose results are as they should be in spite of the fault."""
     preprocess_batch: Literal["absent", "records", "replaces", "claims"] = "absent"
     """The optional batch hook: records its call, replaces buffers, or writes the fields itself (M6, M10)."""
+    fills: frozenset[str] = frozenset()
+    """Requests whose rows that hook fills itself, where the runner gives it the step's buffers for that (M10)."""
     codes: Literal["rows", "none_later", "resident"] = "rows"
     """Codes from MTP: one row per request, none from its second call on (T11), or kept on the device."""
     validity: bool = False
@@ -368,6 +370,12 @@ SCENARIOS: tuple[Scenario, ...] = (
              behaviour=Behaviour(preprocess_batch="replaces")),
     Scenario("batch-hook-claims", "preprocess_batch writes wrong fields", ("M6", "M10"), (*_CHUNKED, _MIXED),
              behaviour=Behaviour(preprocess_batch="claims")),
+    Scenario("batch-hook-fills", "preprocess_batch fills rows itself", ("M10",),
+             (step(row("a", 3, 3, 1, MTP), row("f", 4, 6, 1, MTP), row("b", 2, 9, 1, MTP), row("g", 9, 0, 3, PREFILL),
+                   row("c", 5, 4, 1, TAIL)),
+              step(row("f", 4, 7, 1, MTP)),
+              step(row("g", 9, 3, 5, PREFILL), row("b", 2, 10, 1, MTP), row("a", 3, 4, 1, MTP))),
+             behaviour=Behaviour(preprocess_batch="records", fills=frozenset({"f", "g"}))),
     # What hooks return.
     Scenario("new-ids", "hooks that return other token ids", ("R7",), (*_CHUNKED, _MIXED),
              behaviour=Behaviour(ids="new")),
@@ -524,6 +532,7 @@ NOT_IN_V2: Mapping[str, str] = {
     "batch-hook": _NO_BATCH_HOOK,
     "batch-hook-replaces": _NO_BATCH_HOOK,
     "batch-hook-claims": _NO_BATCH_HOOK,
+    "batch-hook-fills": _NO_BATCH_HOOK,
     "multimodal": "V2 turns the multimodal input path off for models with hooks",
     "generation-runner": "the V2 generation runner calls no hooks",
     "named-model": "V2 knows no model by its class name",

@@ -8,6 +8,7 @@ of the worker class (since 0.28).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -32,34 +33,27 @@ V2 = Family("omni_npu_phase.step.v2:PhaseStateMixin", "omni_npu_phase.releases.v
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A name that stands for a class which workers build."""
+    """A name that stands for a class which workers build; dotted where it is an attribute of a class."""
 
     module: str
     name: str
-    """Dotted where it is an attribute of a class."""
     family: Family
     defines: bool = False
     """Whether the module defines the class: there the name may not be missing."""
 
 
-def _v1(package: str, prefix: str, kind: str, runner: str) -> tuple[Place, ...]:
-    worker = f"{package}.{prefix.lower()}_{kind}_worker"
-    worker_class = runner.replace("ModelRunner", "Worker")
-    return (
-        Place(f"{package}.{prefix.lower()}_{kind}_model_runner", runner, V1, defines=True),
-        Place(worker, runner, V1),
-        Place(worker, f"{worker_class}.model_runner_cls", V1),
-    )
+def _v1(module: str, name: str) -> Iterator[Place]:
+    yield Place(f"{module}_model_runner", f"{name}ModelRunner", V1, defines=True)
+    yield Place(f"{module}_worker", f"{name}ModelRunner", V1)
+    yield Place(f"{module}_worker", f"{name}Worker.model_runner_cls", V1)
 
-
-_NPU = "vllm_omni.platforms.npu.worker"
 
 # XPU's runners derive from the GPU ones and get the mixin from them.
 PLACES: tuple[Place, ...] = (
-    *_v1("vllm_omni.worker", "GPU", "ar", "GPUARModelRunner"),
-    *_v1("vllm_omni.worker", "GPU", "generation", "GPUGenerationModelRunner"),
-    *_v1(_NPU, "NPU", "ar", "NPUARModelRunner"),
-    *_v1(_NPU, "NPU", "generation", "NPUGenerationModelRunner"),
+    *_v1("vllm_omni.worker.gpu_ar", "GPUAR"),
+    *_v1("vllm_omni.worker.gpu_generation", "GPUGeneration"),
+    *_v1("vllm_omni.platforms.npu.worker.npu_ar", "NPUAR"),
+    *_v1("vllm_omni.platforms.npu.worker.npu_generation", "NPUGeneration"),
     # Model Runner V2 has it imported where it makes one.
     Place("vllm_omni.worker_v2.model_states.omni_model_state", "OmniModelState", V2, defines=True),
 )

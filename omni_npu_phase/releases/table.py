@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -19,15 +19,8 @@ from typing import Any
 import numpy as np
 
 EAGER = "vllm.config:CUDAGraphMode.NONE"
-_ID = ("request_id",)
-_DUPLEX = (*_ID, "duplex_token_offset", "duplex_prompt_len")
-_LIMITS = (*_DUPLEX, "_omni_max_tokens", "_omni_seed")
-_PLATFORM_MTP = ("current_omni_platform",)
-_ROW_MTP = (
-    *_PLATFORM_MTP,
-    *("talker_mtp_accepts_req_infos", "talker_mtp_accepts_per_row_generators", "req_id_to_index"),
-)
-_VALID_MTP = (*_ROW_MTP, "talker_mtp_validity_key")
+_DUPLEX = "request_id duplex_token_offset duplex_prompt_len"
+_ROW_MTP = "current_omni_platform talker_mtp_accepts_req_infos talker_mtp_accepts_per_row_generators req_id_to_index"
 _PLATFORM = "vllm_omni.platforms:current_omni_platform"
 _GPU = "vllm_omni.worker.gpu_model_runner"
 _NPU = "vllm_omni.platforms.npu.worker.npu_model_runner"
@@ -37,7 +30,7 @@ _NPU = "vllm_omni.platforms.npu.worker.npu_model_runner"
 class Runtime:
     """One release: what the mixin takes from its runner under another name, or with another value, than elsewhere.
 
-    Defaults are what most releases have. Places in code are written ``module:name``.
+    Defaults are what most releases have. Several names are one string; places in code are written ``module:name``.
     """
 
     release: str
@@ -47,21 +40,19 @@ class Runtime:
     vllm_ascend: str | None
     """The vLLM-Ascend that it is installed with; None where there is none yet."""
     runner: str = "V1"
-    preprocess_values: int = 6
-    """How many values ``_preprocess`` returns: token ids, embeddings, then what is passed through."""
     seed_key: str = "tts_local_seed"
     """Name of a request's own MTP seed in its sampling parameters' ``extra_args`` (T8)."""
-    keywords: tuple[str, ...] = _LIMITS
+    keywords: str = f"{_DUPLEX} _omni_max_tokens _omni_seed"
     """What hooks are told beside the three fields."""
     batched_hooks: bool = True
     """Whether the runner calls hooks for a whole step."""
     fills_rows: bool = False
     """Whether ``preprocess_batch`` may write rows itself; the released runner then gives them no other hook."""
-    step_names: tuple[str, ...] = ()
+    step_names: str = ""
     """What the code of ``_preprocess`` names beside what it names in every release."""
-    mtp_parameters: tuple[str, ...] = ("decode_req_ids", "inputs_embeds", "start_offsets")
+    mtp_parameters: str = "decode_req_ids inputs_embeds start_offsets"
     """What the runner's MTP step is called with."""
-    mtp_names: tuple[str, ...] = _VALID_MTP
+    mtp_names: str = f"{_ROW_MTP} talker_mtp_validity_key"
     """What the code of that MTP step names beside what it names in every release."""
     mtp_seeds: bool = True
     """Whether that step draws from requests' own generators."""
@@ -88,14 +79,6 @@ class Runtime:
                 sampling = getattr(state, "sampling_params", None)
                 info["_omni_max_tokens"] = getattr(sampling, "max_tokens", None)
                 info["_omni_seed"] = getattr(sampling, "seed", None)
-
-    def attach_infos(self, runner: Any) -> Callable[[Any, dict[str, Any], str], dict[str, Any]]:
-        """What gives a hook its infos, from request state, live buffer and request id.
-
-        They are the live buffer, or the release's copy with more in it.
-        """
-        attach: Callable[[Any, dict[str, Any], str], dict[str, Any]] = runner._maybe_attach_mimo_audio_req_infos
-        return attach
 
     def mtp_graph(self, runner: Any, rows: int) -> tuple[Any, Any, int]:
         """Graph mode, batch descriptor and padded size of an MTP batch."""
@@ -127,50 +110,46 @@ class Runtime:
         return context
 
 
+# No phase fields and no guard: the mixin brings them.
+_GPU_0_20 = Runtime(
+    release="0.20",
+    vllm="0.20.2",
+    vllm_ascend="0.20.2rc1",
+    mtp_names="CUDAGraphWrapper set_forward_context",
+    mtp_parameters="decode_req_ids inputs_embeds",
+    keywords="request_id",
+    seed_key="qwen3_tts_request_seed",
+    batched_hooks=False,
+    graph_wrapper=f"{_GPU}:CUDAGraphWrapper",
+    mtp_context=f"{_GPU}:set_forward_context",
+)
+# Its NPU runners have an MTP step of their own.
+_NPU_0_20 = replace(
+    _GPU_0_20,
+    runner="V1, NPU",
+    mtp_names="ACLGraphWrapper set_ascend_forward_context",
+    mtp_seeds=False,
+    graph_wrapper=f"{_NPU}:ACLGraphWrapper",
+    mtp_context=f"{_NPU}:set_ascend_forward_context",
+    mode_keyword="aclgraph_runtime_mode",
+)
 RUNTIMES = (
-    Runtime(release="0.32", vllm="0.32.0", vllm_ascend=None, step_names=("index_to_device",), fills_rows=True),
-    Runtime(release="0.31", vllm="0.31.0", vllm_ascend=None, step_names=("index_to_device",)),
+    Runtime(release="0.32", vllm="0.32.0", vllm_ascend=None, step_names="index_to_device", fills_rows=True),
+    Runtime(release="0.31", vllm="0.31.0", vllm_ascend=None, step_names="index_to_device"),
     Runtime(release="0.30", vllm="0.30.0", vllm_ascend="0.30.0rc2"),
     Runtime(release="0.28", vllm="0.28.0", vllm_ascend="0.28.0rc1", mtp_names=_ROW_MTP),
     Runtime(release="0.26", vllm="0.26.0", vllm_ascend="0.26.0rc1", mtp_names=_ROW_MTP, keywords=_DUPLEX),
-    Runtime(release="0.24", vllm="0.24.0", vllm_ascend="0.24.0rc1", mtp_names=_ROW_MTP, keywords=_ID),
+    Runtime(release="0.24", vllm="0.24.0", vllm_ascend="0.24.0rc1", mtp_names=_ROW_MTP, keywords="request_id"),
     Runtime(
         release="0.22",
         vllm="0.22.1",
         vllm_ascend="0.22.1rc1",
-        mtp_names=_PLATFORM_MTP,
-        keywords=_ID,
+        mtp_names="current_omni_platform",
+        keywords="request_id",
         seed_key="qwen3_tts_request_seed",
     ),
-    # No phase fields and no guard: the mixin brings them.
-    Runtime(
-        release="0.20",
-        vllm="0.20.2",
-        vllm_ascend="0.20.2rc1",
-        mtp_names=("CUDAGraphWrapper", "set_forward_context"),
-        mtp_parameters=("decode_req_ids", "inputs_embeds"),
-        keywords=_ID,
-        seed_key="qwen3_tts_request_seed",
-        batched_hooks=False,
-        graph_wrapper=f"{_GPU}:CUDAGraphWrapper",
-        mtp_context=f"{_GPU}:set_forward_context",
-    ),
-    # Its NPU runners have an MTP step of their own.
-    Runtime(
-        release="0.20",
-        vllm="0.20.2",
-        vllm_ascend="0.20.2rc1",
-        runner="V1, NPU",
-        mtp_names=("ACLGraphWrapper", "set_ascend_forward_context"),
-        mtp_parameters=("decode_req_ids", "inputs_embeds"),
-        mtp_seeds=False,
-        keywords=_ID,
-        seed_key="qwen3_tts_request_seed",
-        batched_hooks=False,
-        graph_wrapper=f"{_NPU}:ACLGraphWrapper",
-        mtp_context=f"{_NPU}:set_ascend_forward_context",
-        mode_keyword="aclgraph_runtime_mode",
-    ),
+    _GPU_0_20,
+    _NPU_0_20,
 )
 """The newest release first."""
 

@@ -3,66 +3,49 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from omni_npu_phase.releases.fits import Taken, UnsupportedRuntimeError, method_mismatches, names_in, say_untested
+from omni_npu_phase.releases.fits import Taken, first_that_fits, method_mismatches, names_in
+from omni_npu_phase.releases.table import Runtime
 
-RELEASE = "0.30"
-NAME = f"vLLM-Omni {RELEASE} (Model Runner V2)"
+RUNTIME = Runtime(release="0.30", vllm="0.30.0", vllm_ascend="0.30.0rc2", runner="Model Runner V2")
 GATHERING_HOOK = "preprocess_decode_batch_mrv2"
 """V2's own batched hook; the released state prefers it to the one of V1."""
 WARMUP = "_warmup_"
 """How the ids of requests begin that vLLM makes to warm up with, and that a model's hooks must not see."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """What is taken from one class: its methods, and attributes that it has or its constructor sets."""
-
-    methods: Mapping[str, Taken] = field(default_factory=dict)
-    attributes: tuple[str, ...] = ()
-
-    def mismatches(self, classes: Sequence[type]) -> list[str]:
-        known = _set_by(classes)
-        without = [f"no attribute {name}" for name in self.attributes if name not in known]
-        return [*method_mismatches(classes, self.methods), *without]
-
-
-_STATE = _Class(
-    methods={
-        "run_preprocess": Taken(("input_batch", "model_inputs", "req_states", "mtp_batch_descriptor_dispatcher")),
-        "run_postprocess": Taken(("hidden_states", "input_batch")),
-        "_stage_batched_preprocess_inputs": Taken(("req_indices", "device")),
-        "_write_batched_gpu_preprocess_updates": Taken(("req_indices", "updates_by_req", "gpu_keys")),
+STATE = "OmniModelState"
+TAKEN = {
+    STATE: {
+        "__init__": Taken(names="model has_preprocess intermediate_buffer _decode_preprocess _mtp_sample_uniforms"),
+        "run_preprocess": Taken("input_batch model_inputs req_states mtp_batch_descriptor_dispatcher"),
+        "run_postprocess": Taken("hidden_states input_batch"),
+        "_stage_batched_preprocess_inputs": Taken("req_indices device"),
+        "_write_batched_gpu_preprocess_updates": Taken("req_indices updates_by_req gpu_keys"),
         "_run_batched_mtp": Taken(
-            ("mtp_batches", "input_ids", "embeds", "input_batch", "gpu_keys", "mtp_batch_descriptor_dispatcher"),
-            by_name=("prepacked_mtp_inputs",),
+            "mtp_batches input_ids embeds input_batch gpu_keys mtp_batch_descriptor_dispatcher",
+            by_name="prepacked_mtp_inputs",
         ),
         "_call_mtp_runner": Taken(),
-        "_get_mtp_generator": Taken(("req_id", "sampling_params", "device")),
-        "_is_mtp_graph_runner": Taken(()),
+        "_get_mtp_generator": Taken("req_id sampling_params device"),
+        "_is_mtp_graph_runner": Taken(""),
     },
-    attributes=("model", "has_preprocess", "intermediate_buffer", "_decode_preprocess", "_mtp_sample_uniforms"),
-)
-_BESIDE = {
-    "OmniIntermediateBuffer": _Class(
-        methods={"update": Taken(("req_index", "updates", "gpu_resident_keys"))}, attributes=("buffers",)
-    ),
-    "RequestState": _Class(attributes=("prompt_len", "req_id_to_index")),
-    "InputBatch": _Class(
-        attributes=(
-            *("req_ids", "num_reqs", "idx_mapping_np", "num_scheduled_tokens", "num_computed_tokens_np"),
-            *("query_start_loc_np", "input_ids"),
+    "OmniIntermediateBuffer": {
+        "__init__": Taken(names="buffers"),
+        "update": Taken("req_index updates gpu_resident_keys"),
+    },
+    "RequestState": {"__init__": Taken(names="prompt_len req_id_to_index")},
+    "InputBatch": {
+        "__init__": Taken(
+            names="req_ids num_reqs idx_mapping_np num_scheduled_tokens num_computed_tokens_np query_start_loc_np "
+            "input_ids"
         )
-    ),
+    },
 }
-"""By the names that the model state's module has for them."""
-_NOT_DONE = ("_eager_mtp", "_decode_preprocess_is_identity", "preprocess_prefill_rows_mrv2")
+"""By the names that the model state's module has for the classes. A constructor names what its objects have."""
+NOT_DONE = ("_eager_mtp", "_decode_preprocess_is_identity", "preprocess_prefill_rows_mrv2")
 """What ``run_preprocess`` of later releases does beside: the mixin replaces that method, and does none of it."""
 
 
@@ -89,38 +72,18 @@ def mismatches(released: Sequence[type]) -> list[str]:
 
     ``released``: the classes behind the mixin in method resolution order.
     """
-    lines = _STATE.mismatches(released)
     does = names_in(released, "run_preprocess")
-    lines += [f"run_preprocess uses {name}, which the mixin would leave out" for name in _NOT_DONE if name in does]
-    owner = next((cls for cls in released if "run_preprocess" in vars(cls)), None)
-    if owner is not None:
-        module = sys.modules[owner.__module__]
-        for name, taken in _BESIDE.items():
-            cls = getattr(module, name, None)
-            found = taken.mismatches(cls.__mro__) if isinstance(cls, type) else [f"not in {module.__name__}"]
-            lines += [f"{name}: {line}" for line in found]
+    lines = [f"run_preprocess uses {name}, which the mixin would leave out" for name in NOT_DONE if name in does]
+    owner = next((cls for cls in released if "run_preprocess" in vars(cls)), released[0])
+    module = sys.modules[owner.__module__]
+    for name, methods in TAKEN.items():
+        classes = released if name == STATE else getattr(getattr(module, name, None), "__mro__", ())
+        found = method_mismatches(classes, methods) if classes else [f"not in {module.__name__}"]
+        lines += [f"{name}: {line}" for line in found]
     return lines
 
 
 @cache
-def check(released: tuple[type, ...]) -> None:
-    """Refuse classes that are no model state of this runtime. Raises :class:`UnsupportedRuntimeError` with the list.
-
-    A release that was not tested is noted as :func:`~omni_npu_phase.releases.runtime_of` does.
-    """
-    lines = mismatches(released)
-    if lines:
-        raise UnsupportedRuntimeError(
-            f"{released[0].__module__}.{released[0].__qualname__} is no model state that omni-npu-phase knows. "
-            f"{NAME}: {'; '.join(lines)}"
-        )
-    say_untested(NAME, RELEASE)
-
-
-def _set_by(classes: Sequence[type]) -> set[str]:
-    """Attributes of the classes, and names that their constructors use: an instance has no others by itself."""
-    names = {name for cls in classes for name in vars(cls)}
-    for cls in classes:
-        code = getattr(inspect.unwrap(vars(cls).get("__init__", object)), "__code__", None)
-        names.update(code.co_names if code is not None else ())
-    return names
+def check(released: tuple[type, ...]) -> Runtime:
+    """Refuse classes that are no model state of this runtime, as :func:`~omni_npu_phase.releases.runtime_of` does."""
+    return first_that_fits("model state", released, (RUNTIME,), lambda _, classes: mismatches(classes))

@@ -6,8 +6,8 @@ A plan is pure: it is made from lengths and offsets, holds no tensor and no runn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise, starmap
 from operator import add, le
 from typing import Any, TypeVar
@@ -68,6 +68,11 @@ class StepPlan:
             info[NUM_COMPUTED] = num_computed[row]
             info[IS_PREFILL] = prefill[row]
 
+    def without(self, request_ids: Collection[str]) -> StepPlan:
+        """The plan of the other requests' rows."""
+        rows = [row for row, request_id in enumerate(self.request_ids) if request_id not in request_ids]
+        return StepPlan(*([getattr(self, each.name)[row] for row in rows] for each in fields(self)))
+
     def runs(self, *, batched: bool, gathered: bool = False) -> Iterator[Run]:
         """The step's rows in row order; ``batched``: whether the model has a batched decode hook (R2, R4).
 
@@ -87,11 +92,11 @@ class StepPlan:
             rows = range(start, stop if stop > 0 else len(flags))
             start = rows.stop
             if takes[rows.start]:
-                yield from (Run(part, True) for part in self._contiguous(rows))
+                yield from (Run(part, True) for part in self.contiguous(rows))
             else:
                 yield Run(rows, False)
 
-    def _contiguous(self, rows: range) -> Iterator[range]:
+    def contiguous(self, rows: range) -> Iterator[range]:
         """The parts of some one-token rows that are adjacent in the step's buffer (R4)."""
         offsets = self.offsets[rows.start : rows.stop]
         if offsets == list(range(offsets[0], offsets[0] + len(rows))):

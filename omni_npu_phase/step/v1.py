@@ -14,6 +14,7 @@ import torch
 from omni_npu_phase.buffers.base import BufferHelper
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.releases import Runtime, UnsupportedRuntimeError, runtime_of
+from omni_npu_phase.releases.fits import PREPROCESS_VALUES
 from omni_npu_phase.step.live import LiveBuffers
 from omni_npu_phase.step.mtp import TalkerMtp
 from omni_npu_phase.step.plan import Run, StepPlan, of_rows, plan_step
@@ -56,7 +57,7 @@ class PhaseRoutingMixin(PhaseMixin):
         plan = phase.plan = plan_of(self, scheduler_output, num_input_tokens)
         with _hooks_masked(self, phase):
             outputs = released(scheduler_output, num_input_tokens, intermediate_tensors)
-            if len(outputs) != tools.runtime.preprocess_values:
+            if len(outputs) != PREPROCESS_VALUES:
                 raise UnsupportedRuntimeError(f"{tools.runtime.name}: _preprocess returned {len(outputs)} values")
             ids, embeds, *passed_through = outputs
             if embeds is None:
@@ -67,9 +68,15 @@ class PhaseRoutingMixin(PhaseMixin):
 
         preprocess_batch = getattr(self.model, "preprocess_batch", None)
         if callable(preprocess_batch):
-            preprocess_batch(
-                req_ids=plan.request_ids, model_intermediate_buffer=self.model_intermediate_buffer, device=ids.device
+            fills_rows = tools.runtime.fills_rows and getattr(self.model, "preprocess_batch_fills_rows", False)
+            filled = preprocess_batch(
+                req_ids=plan.request_ids,
+                model_intermediate_buffer=self.model_intermediate_buffer,
+                device=ids.device,
+                **(layout_of(plan, ids, embeds) if fills_rows else {}),
             )
+            if fills_rows and filled:
+                plan = phase.plan = plan.without(filled)
         with tools.live:
             route(plan, RunnerPort(self, phase, plan, ids, embeds))
         return (ids, embeds, *passed_through)
@@ -178,6 +185,18 @@ def plan_of(runner: Any, scheduler_output: Any, buffer_rows: int) -> StepPlan:
     )
 
 
+def layout_of(plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> dict[str, Any]:
+    """What ``preprocess_batch`` needs to fill rows itself (M10)."""
+    return {
+        "input_ids": ids,
+        "inputs_embeds": embeds,
+        "token_offsets": list(plan.offsets),
+        "num_scheduled_tokens": list(plan.spans),
+        "num_computed_tokens": list(plan.num_computed),
+        "prompt_lens": list(plan.prompt_lens),
+    }
+
+
 def _starts(runner: Any, rows: int) -> list[int]:
     """Where each row begins in the step's buffers, from the host half of the pair that the released code reads."""
     starts = runner.query_start_loc.cpu
@@ -269,7 +288,7 @@ class RunnerPort(Port):
         tools = _tools_of(runner, phase)
         self._live, self._mtp = tools.live, tools.mtp
         self._write_keywords = tools.runtime.write_keywords
-        self._attach_infos = tools.runtime.attach_infos(runner)
+        self._attach_infos = runner._maybe_attach_mimo_audio_req_infos
         self._lent: torch.Tensor | None = None
         self.has_batched_hook = callable(getattr(self.model, BATCHED_HOOK, None))
         if getattr(runner, "has_talker_mtp", False):

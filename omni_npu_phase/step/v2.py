@@ -36,13 +36,8 @@ class PhaseStateMixin(PhaseMixin):
 
     # What is taken from the released state.
     model: Any
-    device: torch.device
     has_preprocess: bool
-    intermediate_buffer: Any
-    _decode_preprocess: Callable[..., Any] | None
     _stage_batched_preprocess_inputs: Callable[[list[int], torch.device], None]
-    _write_batched_gpu_preprocess_updates: Callable[..., None]
-    _run_batched_mtp: Callable[..., None]
 
     def run_preprocess(
         self,
@@ -60,7 +55,9 @@ class PhaseStateMixin(PhaseMixin):
 
         v2.check(released_classes(type(self)))
         # In a step without rows the released code only selects ids and embeddings.
-        released(_without_rows(input_batch), model_inputs, req_states, mtp_batch_descriptor_dispatcher)
+        no_rows = copy.copy(input_batch)
+        no_rows.num_reqs = 0
+        released(no_rows, model_inputs, req_states, mtp_batch_descriptor_dispatcher)
         embeds = model_inputs["inputs_embeds"]
         ids = model_inputs.get("input_ids")
         if ids is None:
@@ -95,12 +92,6 @@ class PhaseStateMixin(PhaseMixin):
         if phase.mode != "off":
             hidden_states = phase.helper(hidden_states.device).snapshot(hidden_states)
         super().run_postprocess(hidden_states, input_batch)  # type: ignore[misc]
-
-
-def _without_rows(input_batch: Any) -> Any:
-    batch = copy.copy(input_batch)
-    batch.num_reqs = 0
-    return batch
 
 
 def _rows_with_hooks(state: Any, phase: Phase, input_batch: Any, req_states: Any) -> list[int]:
@@ -154,18 +145,19 @@ class StatePort(Port):
         state: Any,
         phase: Phase,
         plan: StepPlan,
-        input_batch: Any,
+        batch: Any,
         rows: list[int],
-        ids: torch.Tensor,
-        embeds: torch.Tensor,
-        dispatcher: Callable[[int], Any] | None,
+        ids: Any,
+        embeds: Any,
+        dispatcher: Any,
     ) -> None:
+        """``batch``: the input batch, of which the plan's rows are ``rows``."""
         super().__init__(phase, plan, state.model, ids, embeds)
         self._state = state
-        self._batch = input_batch
+        self._batch = batch
         self._batch_rows = rows
         self._dispatcher = dispatcher
-        self.slots = input_batch.idx_mapping_np[rows].tolist()
+        self.slots = batch.idx_mapping_np[rows].tolist()
         self.has_batched_hook = callable(state._decode_preprocess)
         self.gathers = callable(getattr(self.model, v2.GATHERING_HOOK, None))
         self._resident: Any = getattr(self.model, "gpu_resident_buffer_keys", set())
@@ -221,15 +213,8 @@ class StatePort(Port):
             return value
         return owned_copy(value, self.helper)
 
-    def fill_mtp(
-        self,
-        position: int,
-        where: Rows,
-        ids: torch.Tensor | None,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        text_step: torch.Tensor,
-    ) -> None:
+    def fill_mtp(self, position: int, where: Rows, ids: torch.Tensor | None, *parts: torch.Tensor) -> None:
+        embeds, hidden, text_step = parts
         stop = position + hidden.shape[0]
         self.helper.copy(self._hidden[position:stop], hidden)
         self.helper.copy(self._text_step[position:stop], text_step)
@@ -243,14 +228,9 @@ class StatePort(Port):
         for start in range(0, len(rows), size):
             some = slice(start, start + size)
             packed = self._hidden[some], self._text_step[some]
+            batch = [(self._batch_rows[row], self.plan.offsets[row], packed) for row in rows[some]]
             self._state._run_batched_mtp(
-                [(self._batch_rows[row], self.plan.offsets[row], packed) for row in rows[some]],
-                self.ids,
-                self.embeds,
-                self._batch,
-                self._resident,
-                self._dispatcher,
-                prepacked_mtp_inputs=packed,
+                batch, self.ids, self.embeds, self._batch, self._resident, self._dispatcher, prepacked_mtp_inputs=packed
             )
 
     def takes_rows_apart(self, rows: Sequence[int]) -> bool:

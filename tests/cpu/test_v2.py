@@ -47,7 +47,7 @@ from omni_npu_phase.conformance.scenarios import (
     step,
 )
 from omni_npu_phase.contract import FIELDS, IS_PREFILL, NUM_COMPUTED, PROMPT_LEN
-from omni_npu_phase.releases import UnsupportedRuntimeError, v2
+from omni_npu_phase.releases import UnsupportedRuntimeError, fits, v2
 from omni_npu_phase.settings import MODE_VARIABLE
 from omni_npu_phase.step.plan import Run, StepPlan
 from omni_npu_phase.step.v2 import PhaseStateMixin
@@ -545,11 +545,11 @@ def test_a_release_that_was_not_tested_is_noted(
     with caplog.at_level(logging.INFO, "omni_npu_phase"):
         v2.check(classes)
         v2.check(classes)
-    assert [v2.NAME in record.getMessage() for record in caplog.records] == ([True] if noted else [])
+    assert [v2.RUNTIME.name in record.getMessage() for record in caplog.records] == ([True] if noted else [])
 
 
-_METHODS = sorted(v2._STATE.methods)
-_CALLED_WITH = {name: taken.given for name, taken in v2._STATE.methods.items() if taken.given}
+_METHODS = sorted(v2.TAKEN[v2.STATE].keys() - {"__init__"})
+_CALLED_WITH = {name: taken.given for name, taken in v2.TAKEN[v2.STATE].items() if taken.given}
 
 
 def _without(released: type, name: str) -> type:
@@ -574,26 +574,22 @@ def test_a_changed_signature_is_named(name: str, released_state: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        *(("OmniModelState", name) for name in v2._STATE.attributes),
-        *((owner, name) for owner, taken in v2._BESIDE.items() for name in taken.attributes),
-    ],
+    ("owner", "name"), [(owner, name) for owner, taken in v2.TAKEN.items() for name in taken["__init__"].names]
 )
 def test_a_missing_attribute_is_named(
     owner: str, name: str, released_state: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = v2._set_by
+    found = fits.names_in
 
-    def without(classes: Sequence[type]) -> set[str]:
-        return found(classes) - ({name} if classes[0].__name__ == owner else set())
+    def without(classes: Sequence[type], method: str) -> frozenset[str]:
+        gone = (classes[0].__name__, method) == (owner, "__init__")
+        return found(classes, method) - ({name} if gone else set())
 
-    monkeypatch.setattr(v2, "_set_by", without)
-    (line,) = v2.mismatches(released_state.__mro__)
-    assert line.removeprefix(f"{owner}: ") == f"no attribute {name}"
+    monkeypatch.setattr(fits, "names_in", without)
+    assert v2.mismatches(released_state.__mro__) == [f"{owner}: __init__ names no {name}"]
 
 
-@pytest.mark.parametrize("name", v2._NOT_DONE)
+@pytest.mark.parametrize("name", v2.NOT_DONE)
 def test_a_state_that_does_more_is_refused(name: str, released_state: type) -> None:
     """As those of 0.31, which finish frames in the step that samples them: nobody would do that in their stead."""
     scope: dict[str, Any] = {}
@@ -608,7 +604,7 @@ def test_a_state_that_does_more_is_refused(name: str, released_state: type) -> N
         v2.check(changed.__mro__)
 
 
-@pytest.mark.parametrize("beside", sorted(v2._BESIDE))
+@pytest.mark.parametrize("beside", sorted(v2.TAKEN.keys() - {v2.STATE}))
 def test_a_missing_class_is_named(beside: str, released_state: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules[released_state.__module__], beside)
     assert v2.mismatches(released_state.__mro__) == [f"{beside}: not in {released_state.__module__}"]
@@ -620,7 +616,7 @@ def test_another_input_batch_is_named(released_state: type, monkeypatch: pytest.
     kept = [(each.name, Any) for each in fields(InputBatch) if each.name != "num_computed_tokens_np"]
     other = make_dataclass("InputBatch", kept)
     monkeypatch.setattr(sys.modules[released_state.__module__], "InputBatch", other)
-    assert v2.mismatches(released_state.__mro__) == ["InputBatch: no attribute num_computed_tokens_np"]
+    assert v2.mismatches(released_state.__mro__) == ["InputBatch: __init__ names no num_computed_tokens_np"]
 
 
 def test_a_refused_state_is_left_as_it_was(mixed_state: type, released_state: type, make_bench: Any) -> None:
