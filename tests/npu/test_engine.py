@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,9 +118,15 @@ def emulated_stack(request: pytest.FixtureRequest) -> Path:
     return tiny_qwen3_tts.cached(platform=engine.PLATFORM)
 
 
+def _spoken(spoken: dict[str, Spoken], name: str) -> Spoken:
+    if name not in spoken:
+        pytest.skip("this vLLM-Ascend captures nothing that torch has not compiled, which is not modelled")
+    return spoken[name]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_engine_makes_the_same_codes(name: str, spoken: dict[str, Spoken]) -> None:
-    said, whole = spoken[name], spoken["whole"]
+    said, whole = _spoken(spoken, name), spoken["whole"]
     assert said.hazards == []
     assert said.tokens == whole.tokens
     # The observer sees no replayed graph; tokens depend on every code of the frames before.
@@ -146,13 +153,13 @@ def _joined(said: Spoken) -> int:
 @pytest.mark.parametrize("name", ["captured", "released captured"])
 def test_captured_mtp_is_replayed_with_padding(name: str, spoken: dict[str, Spoken]) -> None:
     """T10, R6: three rows in a graph for four, which reads and writes where it did at capture."""
-    replayed = spoken[name].replayed
+    replayed = _spoken(spoken, name).replayed
     assert 4 in replayed
     assert sum(replayed) > FRAMES
 
 
 def test_inputs_in_other_memory_are_not_seen_by_the_graph(spoken: dict[str, Spoken]) -> None:
-    assert spoken["other memory"].tokens != spoken["whole"].tokens
+    assert _spoken(spoken, "other memory").tokens != spoken["whole"].tokens
 
 
 def test_rows_are_uploaded_through_the_staging_slots(spoken: dict[str, Spoken]) -> None:
@@ -185,7 +192,11 @@ def main(model: Path) -> None:
     from omni_npu_phase.speech.talker_engine import prepare
 
     prepare("emulated")
+    # Since 0.30 a model need not be compiled to be captured.
+    captures = int(metadata.version("vllm-ascend").split(".")[1]) >= 30
     for name, case in {**CASES, **CONTROLS}.items():
+        if case.captured and not captures:
+            continue
         sys.stdout.write(json.dumps({"case": name, **_speak(model, case)}) + "\n")
         sys.stdout.flush()
 
