@@ -135,9 +135,10 @@ def _not_copied(helper: Any, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _row_copies(helper: Any, dest: torch.Tensor, source: torch.Tensor) -> None:
-    for index in range(source.shape[0]):
-        dest[index].copy_(source[index])
+def _row_copies(helper: Any, dests: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for dest, source in zip(dests, sources, strict=True):
+        for index in range(source.shape[0]):
+            dest[index].copy_(source[index])
 
 
 def _reused_early(staging: Any, size: int) -> Any:
@@ -159,7 +160,7 @@ def _copied_one_by_one(helper: Any, blocks: Any) -> list[torch.Tensor]:
         ({(StagedBufferHelper, "snapshot"): _not_copied}, True, AssertionError, "0, 0, 0, 0"),
         ({(PinnedStaging, "_free_slot"): _reused_early}, True, AssertionError, "pinned source"),
         ({(StagedBufferHelper, "fetch"): _copied_one_by_one}, False, AssertionError, r"\(8, 8\) == \(1, 1\)"),
-        ({(StagedBufferHelper, "copy"): _row_copies}, True, AssertionError, r"<= 13"),
+        ({(StagedBufferHelper, "copy_all"): _row_copies}, True, AssertionError, r"<= 20"),
     ],
     ids=["pageable-upload", "int32-index", "missing-snapshot", "early-reuse", "per-tensor-copies", "per-row-copies"],
 )
