@@ -20,7 +20,7 @@ from omni_npu_phase.conformance.recording_model import HIDDEN
 from omni_npu_phase.conformance.scenarios import BY_ID, MTP, Hook, Variant
 from omni_npu_phase.emulated_ascend.device import Counts
 
-ROWS = (1, 8, 64, 256)
+ROWS = (1, 8, 64)
 
 
 class Counted(NamedTuple):
