@@ -674,6 +674,7 @@ def single_stage() -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     group = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, rank_in_group=0, rank=0)
+    group.all_reduce = lambda tensor: tensor
     names = ("_PP", "_TP", "_DP")
     before = {name: getattr(parallel_state, name) for name in names}
     for name in names:

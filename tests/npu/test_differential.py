@@ -10,6 +10,8 @@ import pytest
 from omni_npu_phase import ContractError
 from omni_npu_phase.conformance import verify
 from omni_npu_phase.conformance.scenarios import Hook, Variant
+from omni_npu_phase.releases import release_of
+from omni_npu_phase.settings import version_of
 from tests.differential import Driven
 
 SEEDS = range(40)
@@ -22,6 +24,8 @@ def test_as_the_released_runner(
     hook: Hook, mtp: bool, malformed: bool, runner: verify.RunnerClasses, device: Any
 ) -> None:
     variant, released = Variant(hook, mtp), verify.load_runner("npu-v1").autoregressive
+    if hook == "batched" and not mtp and release_of(version_of("vllm-omni")) in ("0.22", "0.24", "0.26", "0.28"):
+        pytest.skip("the released runner calls no batched hook without MTP")
     oracle, ours = Driven(released, variant, device), Driven(runner.autoregressive, variant, device)
     survived = 0
     for seed in SEEDS:
