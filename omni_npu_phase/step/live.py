@@ -5,11 +5,11 @@ vLLM-Omni merges an update one level deep: ``{"meta": {"x": 1}}`` sets ``x`` and
 Two rules decide what becomes of a tensor in an update.
 
 * It is copied in the call that stores it (T9). A hook may fill one tensor again for each row, return a slice of state
-  that it keeps, or hand over memory that a graph writes to; nobody asks who else can reach the tensor. A container is
+  that it keeps, or hand over memory that a graph writes to: who else can reach the tensor does not matter. A container is
   built anew only where it holds a tensor, so a hook's own nested state stays its own (M9).
 * A device tensor goes to the host, unless the model names its key in ``gpu_resident_buffer_keys``. What a step stores
   goes there in one transfer, at the end of the step's writes. Until then its copy on the device stands in its place.
-  A hook may put something else there meanwhile, and that stays. A hook may also move the copy within its buffer, or
+  If a hook puts something else there meanwhile, that stays. A hook may also move the copy within its buffer, or
   replace the buffer; then the copy stays on the device, where the hook put it. Nothing writes to it any more.
 """
 
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -117,7 +118,8 @@ class LiveBuffers:
         for request_id, info, update in zip(request_ids, infos, updates, strict=True):
             for key, value in update.items():
                 if isinstance(value, dict) and key not in NEVER_STORED:
-                    self._group(request_id, info, key)
+                    # Where there is nothing to merge, anything may stand in the group's place.
+                    info.setdefault(key, {}) if not value else self._group(request_id, info, key)
         resident = self._resident
         columns: dict[Key, list[tuple[Any, Any]]] | None = {} if len(infos) > 1 else None
         for info, update in zip(infos, updates, strict=True):
@@ -151,9 +153,10 @@ class LiveBuffers:
         if isinstance(codes, torch.Tensor):
             owned = self._helper.snapshot(codes)
             rows = owned.split_with_sizes([1] * len(owned)) if len(owned) else ()
-            if len(rows) < len(groups):
-                rows = (*rows, *(owned[:0] for _ in groups[len(rows) :]))
-            self._put(owned, rows, groups, key[1], key in resident)
+            if rows:
+                self._put(owned, rows, groups[: len(rows)], key[1], key in resident)
+            for group in groups[len(rows) :]:
+                self._place(group, key[1], owned[:0], key in resident)
         else:
             for row, group in enumerate(groups):
                 self._place(group, key[1], codes[row : row + 1], key in resident)
@@ -201,8 +204,10 @@ class LiveBuffers:
         elif isinstance(value, list):
             container[name] = items = list(value)
             for index, item in enumerate(items):
-                own = item if isinstance(item, torch.Tensor) else owned_copy(item, self._helper)
-                self._place(items, index, own, False)
+                if isinstance(item, torch.Tensor):
+                    self._place(items, index, item, False)
+                else:
+                    items[index] = owned_copy(item, self._helper)
         else:
             container[name] = owned_copy(value, self._helper)
 
@@ -240,26 +245,29 @@ class LiveBuffers:
             return None
 
 
-def owned_copy(value: Any, helper: BufferHelper) -> Any:
+def owned_copy(value: Any, helper: BufferHelper, within: tuple[int, ...] = ()) -> Any:
     """A value whose tensors, at any depth, are copies on the same device; the value itself if there is none in it.
 
-    The released runner leaves these on their device too.
+    The released runner leaves these on their device too. A container keeps its kind. ``within``: the containers around
+    it, for one may hold itself.
     """
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
     if isinstance(value, torch.Tensor):
         return helper.snapshot(value)
-    if isinstance(value, dict):
-        copies = {key: owned_copy(inner, helper) for key, inner in value.items()}
-        return copies if any(copies[key] is not inner for key, inner in value.items()) else value
-    if isinstance(value, (list, tuple)):
-        items = [owned_copy(inner, helper) for inner in value]
-        if all(map(is_, items, value)):
-            return value
-        # A named tuple takes its fields one by one.
-        return items if isinstance(value, list) else kind(*items) if hasattr(kind, "_fields") else tuple(items)
-    return value
+    if not isinstance(value, (dict, list, tuple)) or id(value) in within:
+        return value
+    within = (*within, id(value))
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    copies = [(key, owned_copy(item, helper, within)) for key, item in items]
+    changed = [new for new, (_, old) in zip(copies, items, strict=True) if new[1] is not old]
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        make = getattr(type(value), "_make", type(value))
+        return make([item for _, item in copies])
+    copied = copy(value)
+    for key, item in changed:
+        copied[key] = item
+    return copied
 
 
 def no_dictionary(request_id: str, what: str, value: Any) -> ContractError:

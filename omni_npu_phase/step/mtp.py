@@ -15,7 +15,7 @@ from omni_npu_phase import contract
 from omni_npu_phase.buffers.base import BufferHelper, shares_storage
 from omni_npu_phase.releases import Runtime
 from omni_npu_phase.step import results
-from omni_npu_phase.step.live import LiveBuffers
+from omni_npu_phase.step.live import Key, LiveBuffers
 from omni_npu_phase.step.port import device_side
 from omni_npu_phase.step.results import Call
 
@@ -80,7 +80,8 @@ class TalkerMtp:
 
     def _run_once(self, call: Call, offsets: Sequence[int], generators: _Generators) -> None:
         runner, runtime, count = self._runner, self._runtime, len(offsets)
-        keywords = self._keywords(call, generators)
+        # A wrong key is refused before anything of MTP's is written.
+        keywords, key = self._keywords(call, generators), output_key(call.model)
         mode, descriptor, padded = runtime.mtp_graph(runner, count)
         # A replay ignores keywords, and with them the request's own generator (T8).
         if not runtime.is_graph(runner) or "generator" in keywords or "generators" in keywords:
@@ -97,7 +98,7 @@ class TalkerMtp:
         new_embeds, codes = results.mtp_result(call, raw, exact=list(offsets) != list(range(count)))
         self._helper.put(call.embeds, self._helper.rows(offsets), new_embeds)
         if codes is not None:
-            self._store_codes(call, codes)
+            self._store_codes(call, key, codes)
 
     def _run_row_by_row(self, call: Call, offsets: Sequence[int], generators: _Generators) -> None:
         # A generator is one stream: shared by a batch, it would make a seeded request depend on its neighbours (T8).
@@ -113,14 +114,14 @@ class TalkerMtp:
             for buffer, first_row in zip(self._inputs, first_rows, strict=True):
                 buffer[:1].copy_(first_row)
 
-    def _store_codes(self, call: Call, codes: Any) -> None:
+    def _store_codes(self, call: Call, key: Key, codes: Any) -> None:
         requests, marks = call.requests, {}
         validity = getattr(call.model, "talker_mtp_validity_key", None)
         if validity is not None:
             device = codes.device if isinstance(codes, torch.Tensor) else call.embeds.device
             marks[validity] = torch.ones(len(requests), dtype=torch.bool, device=device)
         rows = codes if isinstance(codes, torch.Tensor) else copy(codes)
-        self._live.store_codes(requests, output_key(call.model), rows, marks)
+        self._live.store_codes(requests, key, rows, marks)
 
     def _keywords(self, call: Call, generators: _Generators) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)

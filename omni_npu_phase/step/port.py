@@ -133,15 +133,12 @@ class Port(ABC):
         self,
         position: int,
         where: Rows,
-        ids: torch.Tensor | None,
+        ids: torch.Tensor,
         embeds: torch.Tensor,
         hidden: torch.Tensor,
         text_step: torch.Tensor,
     ) -> None:
-        """Put rows into the MTP batch, from ``position`` on (T1); their embeddings may wait for MTP's own (T4).
-
-        ``ids`` is None where the step's own buffer has them.
-        """
+        """Put rows into the MTP batch, from ``position`` on (T1); their embeddings may wait for MTP's own (T4)."""
 
     @abstractmethod
     def run_mtp(self, rows: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,7 +216,11 @@ def mtp_result(call: Call, raw: Any, *, exact: bool = True) -> tuple[Any, Any]:
         return embeds, None
     if _is_tensor(codes) and codes.ndim:
         given = codes.shape[0]
-    elif getattr(codes, "ndim", None) == 0 or not hasattr(codes, "__len__") or isinstance(codes, (str, Mapping)):
+    elif (
+        getattr(codes, "ndim", None) == 0
+        or isinstance(codes, (str, Mapping, AbstractSet))
+        or not hasattr(codes, "__len__")
+    ):
         raise call.error("T5", "codes with a row per request, or None", _kind(codes))
     else:
         call.deviation("T5", "kind", "codes as a tensor", _kind(codes))

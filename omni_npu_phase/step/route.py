@@ -47,7 +47,8 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> Non
     if port.mtp_width is None:
         port.write_rows(where, ids, embeds)
     else:
-        port.fill_mtp(len(in_mtp), where, ids, embeds, hidden, text_step)
+        # The ids lent to it may have been changed in place: MTP is given what the hook left.
+        port.fill_mtp(len(in_mtp), where, given if ids is None else ids, embeds, hidden, text_step)
         port.write_rows(where, ids, None)
         in_mtp.extend(run.rows)
 

@@ -76,7 +76,7 @@ class PhaseRoutingMixin(PhaseMixin):
                 **(layout_of(plan, ids, embeds) if fills_rows else {}),
             )
             if fills_rows and filled:
-                plan = phase.plan = plan.without(filled)
+                plan = phase.plan = plan.without(frozenset(filled))
         with tools.live:
             route(plan, RunnerPort(self, phase, plan, ids, embeds))
         return (ids, embeds, *passed_through)
@@ -329,9 +329,8 @@ class RunnerPort(Port):
         request_ids = self.plan.request_ids
         self._live.store((request_ids[rows[0]],) if len(rows) == 1 else of_rows(rows, request_ids), updates)
 
-    def fill_mtp(self, position: int, where: Any, ids: torch.Tensor | None, *parts: torch.Tensor) -> None:
-        given = self.ids[where] if ids is None else ids
-        self._mtp.fill(position, where.stop - where.start, [given, *parts])
+    def fill_mtp(self, position: int, where: Any, *parts: torch.Tensor) -> None:
+        self._mtp.fill(position, where.stop - where.start, list(parts))
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         offsets = list(of_rows(rows, self.plan.offsets))

@@ -213,7 +213,7 @@ class StatePort(Port):
             return value
         return owned_copy(value, self.helper)
 
-    def fill_mtp(self, position: int, where: Rows, ids: torch.Tensor | None, *parts: torch.Tensor) -> None:
+    def fill_mtp(self, position: int, where: Rows, ids: torch.Tensor, *parts: torch.Tensor) -> None:
         embeds, hidden, text_step = parts
         stop = position + hidden.shape[0]
         self.helper.copy(self._hidden[position:stop], hidden)

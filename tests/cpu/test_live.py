@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -523,3 +523,71 @@ def test_a_small_value_does_not_keep_a_large_one_alive() -> None:
     live = LiveBuffers(runner, CpuBufferHelper(CPU))
     _store_in(live, a={"prompt": memory[:1000]}, b={"speaker": memory[1000:]})
     assert runner.model_intermediate_buffer["b"]["speaker"].untyped_storage().nbytes() == 16
+
+
+# What holds tensors keeps its kind, and what holds none stays the hook's own.
+
+
+class _Pair(NamedTuple):
+    values: torch.Tensor
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("value", "of"),
+    [
+        (OrderedDict(b=torch.ones(1), a=1), lambda kept: kept.move_to_end("b") or kept["b"]),
+        (defaultdict(list, x=torch.ones(1)), lambda kept: kept["new"] == [] and kept["x"]),
+        (_Pair(torch.ones(1), "n"), lambda kept: kept.values),
+        (torch.topk(torch.ones(3), 1), lambda kept: kept.values),
+    ],
+    ids=["ordered", "default", "named tuple", "of an operator"],
+)
+def test_a_container_of_tensors_keeps_its_kind(value: Any, of: Any) -> None:
+    runner = _runner()
+    _store(runner, [{"s": {"q": value}}])
+    kept = runner.model_intermediate_buffer["a"]["s"]["q"]
+    assert type(kept) is type(value)
+    for tensor in value.values() if isinstance(value, dict) else value:
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    assert of(kept).tolist() == [1]
+
+
+@pytest.mark.parametrize("where", ["group", "top"])
+def test_a_list_in_a_list_stays_the_hooks_own(where: str) -> None:
+    runner, turns = _runner(), [5]
+    _store(runner, [{"s": {"turns": [turns]}} if where == "group" else {"turns": [turns]}])
+    turns.append(6)
+    info = runner.model_intermediate_buffer["a"]
+    assert (info["s"] if where == "group" else info)["turns"] == [[5, 6]]
+
+
+def test_a_value_that_holds_itself_is_stored() -> None:
+    runner, own = _runner(), {"x": torch.ones(1)}
+    own["me"] = own  # type: ignore[assignment]
+    _store(runner, [{"s": {"q": own}}])
+    kept = runner.model_intermediate_buffer["a"]["s"]["q"]
+    own["x"].zero_()
+    assert kept["x"].tolist() == [1]
+
+
+@pytest.mark.parametrize("there", ["v", None])
+def test_an_empty_group_leaves_what_is_there(there: Any, released: type) -> None:
+    for runner in (_runner(), _runner(released)):
+        runner.model_intermediate_buffer["a"] = {"voice": there}
+        if type(runner) is SimpleNamespace:
+            _store(runner, [{"voice": {}, "n": 1}])
+        else:
+            runner._update_intermediate_buffer("a", {"voice": {}, "n": 1})
+        assert runner.model_intermediate_buffer["a"] == {"voice": there, "n": 1}
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_requests_behind_the_last_row_of_codes_get_theirs_on_the_host(rows: int) -> None:
+    runner = _runner(SimpleNamespace, "a", "b")
+    live = LiveBuffers(runner, _Elsewhere())
+    with live:
+        live.store_codes(["a", "b"], ("codes", "elsewhere"), _on_device(rows, 3), {})
+    kept = [info["codes"]["elsewhere"] for info in runner.model_intermediate_buffer.values()]
+    assert [(tensor.device, len(tensor)) for tensor in kept] == [(CPU, int(index < rows)) for index in range(2)]

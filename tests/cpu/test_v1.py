@@ -577,3 +577,24 @@ def test_a_row_without_a_span(mixed: type, monkeypatch: pytest.MonkeyPatch) -> N
     run = _run(mixed, "adjacent-decodes")
     assert isinstance(run.error, ContractError)
     assert "expected a scheduled span, got none" in str(run.error)
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_mtp_is_given_the_ids_that_a_batched_hook_left_in_what_it_was_lent(
+    changed: bool, released: type, mixed: type
+) -> None:
+    given = []
+    for cls in (released, mixed):
+        with engineless():
+            steps = Steps(cls, Case(2, 16, "batched"), CPU)
+            hook = steps.model.preprocess_decode_batch
+
+            def in_place(input_ids: Any, hook: Any = hook, **keywords: Any) -> Any:
+                result = hook(input_ids=input_ids, **keywords)
+                return (input_ids.fill_(9) if changed else input_ids, *result[1:])
+
+            steps.model.preprocess_decode_batch = in_place
+            steps.take()
+            given.append(steps.mtp_inputs()[0][:2].tolist())
+    assert given[0] == given[1]
+    assert (given[0] == [9, 9]) is changed
