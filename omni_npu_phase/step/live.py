@@ -5,8 +5,8 @@ vLLM-Omni merges an update one level deep: ``{"meta": {"x": 1}}`` sets ``x`` and
 Two rules decide what becomes of a tensor in an update.
 
 * It is copied in the call that stores it (T9). A hook may fill one tensor again for each row, return a slice of state
-  that it keeps, or hand over memory that a graph writes to: who else can reach the tensor does not matter. A container is
-  built anew only where it holds a tensor, so a hook's own nested state stays its own (M9).
+  that it keeps, or hand over memory that a graph writes to. Who else can reach the tensor does not matter. A container
+  is built anew only where it holds a tensor, so a hook's own nested state stays its own (M9).
 * A device tensor goes to the host, unless the model names its key in ``gpu_resident_buffer_keys``. What a step stores
   goes there in one transfer, at the end of the step's writes. Until then its copy on the device stands in its place.
   If a hook puts something else there meanwhile, that stays. A hook may also move the copy within its buffer, or
