@@ -449,12 +449,12 @@ def _unchecked_batch(original: Any, call: Call, raw: Any, *, given_ids: Any, mtp
     return None if ids is given_ids else ids.reshape(-1), embeds, hidden, text_step, raw[-1]
 
 
-def _refused(original: Any, call: Call, clause: str, name: str, *rest: Any) -> Any:
+def _refused(original: Any, call: Call, clause: str, name: str, *rest: Any, **keywords: Any) -> Any:
     raise call.error(clause, f"{name} as the contract has it", "others")
 
 
-def _zeros(original: Any, call: Call, *args: Any) -> Any:
-    return original(call, *args).zero_()
+def _zeros(original: Any, call: Call, *args: Any, **keywords: Any) -> Any:
+    return original(call, *args, **keywords).zero_()
 
 
 def _given_to_mtp(alter: Callable[[Any, int], Any]) -> Change:
@@ -617,9 +617,9 @@ def _stored_before_refused(original: Any, live: Any, request_ids: Any, updates: 
         original(live, (request_id,), (update,))
 
 
-def _filled_backwards(original: Any, talker: Any, helper: Any, position: int, count: int, parts: Sequence[Any]) -> None:
-    for buffer, part in zip(talker.inputs[-len(parts) :], parts, strict=True):
-        _copied_backwards(None, helper, buffer, slice(position, position + count), part)
+def _filled_backwards(original: Any, talker: Any, position: int, count: int, parts: Sequence[Any]) -> None:
+    for buffer, part in zip(talker.inputs, parts, strict=True):
+        _copied_backwards(None, None, buffer, slice(position, position + count), part)
 
 
 def _made_anew(original: Any, port: Any, rows: Sequence[int]) -> Any:
@@ -816,7 +816,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_codes_of(lambda codes: codes.roll(1, 0)),)),
     Mutant("mtp-inputs-in-one-place", ("T5",), "every row's MTP inputs are put into the first row",
            (Change(TalkerMtp, "fill",
-                   lambda original, talker, helper, position, *rest: original(talker, helper, 0, *rest)),)),
+                   lambda original, talker, position, *rest: original(talker, 0, *rest)),)),
     Mutant("codes-without-mark", ("T5",), "codes are stored without the validity mark the model asks for",
            (Change(LiveBuffers, "store_codes",
                    lambda original, live, ids, key, codes, marks: original(live, ids, key, codes, {})),)),
@@ -899,9 +899,9 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(Call, "fits", lambda original, call, *args: True),),
            raises=("RuntimeError", "NotImplementedError", "AttributeError", "IndexError")),
     Mutant("odd-results-refused", ("E5", "E5b"), "what the released runner casts or broadcasts is an error",
-           (Change(Call, "laid_out", _refused),), raises=("ContractError",)),
+           (Change(Call, "as_released", _refused),), raises=("ContractError",)),
     Mutant("odd-results-blank", ("E5", "E5b"), "what the released runner casts or broadcasts is written as zeros",
-           (Change(Call, "laid_out", _zeros),)),
+           (Change(Call, "as_released", _zeros),)),
     Mutant("batch-unchecked", ("E5b",), "nothing of a batched result is checked",
            (Change(results, "batch_result", _unchecked_batch),),
            raises=("RuntimeError", "ValueError", "IndexError", "NotImplementedError", "AttributeError")),
