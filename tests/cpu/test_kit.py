@@ -279,7 +279,7 @@ def test_expected_failures(kit: Kit) -> None:
 def test_expected_failures_say_what_to_take_off(kit: Kit) -> None:
     kit.write("known", "M10: never")
     result = kit.run("--phase-runner", "gpu-v1", "--phase-xfail", "known", "-k", "test_expected_failure")
-    result.stdout.fnmatch_lines(["M10 holds in all 12 runs that show it; take it off the expected failures (never)"])
+    result.stdout.fnmatch_lines(["M10 holds in all 16 runs that show it; take it off the expected failures (never)"])
 
 
 @pytest.mark.parametrize("listed", ["", "replay: a case of models", "T9: a clause of another tier"])

@@ -135,7 +135,7 @@ class ModelBench(Bench):
         from omni_npu_phase.releases import runtime_of
         from omni_npu_phase.step.port import released_classes
 
-        return runtime_of(released_classes(type(self.runner))).keywords
+        return runtime_of(released_classes(type(self.runner))).keywords.split()
 
     # The scheduler's side of a row is that of its request.
 
