@@ -528,7 +528,7 @@ def test_a_small_value_does_not_keep_a_large_one_alive() -> None:
 # What holds tensors keeps its kind, and what holds none stays the hook's own.
 
 
-class _Pair(NamedTuple):
+class _Named(NamedTuple):
     values: torch.Tensor
     name: str
 
@@ -538,7 +538,7 @@ class _Pair(NamedTuple):
     [
         (OrderedDict(b=torch.ones(1), a=1), lambda kept: kept.move_to_end("b") or kept["b"]),
         (defaultdict(list, x=torch.ones(1)), lambda kept: kept["new"] == [] and kept["x"]),
-        (_Pair(torch.ones(1), "n"), lambda kept: kept.values),
+        (_Named(torch.ones(1), "n"), lambda kept: kept.values),
         (torch.topk(torch.ones(3), 1), lambda kept: kept.values),
     ],
     ids=["ordered", "default", "named tuple", "of an operator"],
