@@ -48,7 +48,7 @@ class Model:
         own = self._random(input_ids)
         updates = self._updates(own, info)
         if self._has_mtp and info["_omni_num_computed_tokens"] >= info["_omni_prompt_len"] and len(input_ids) == 1:
-            updates[MTP_INPUTS] = (self._rows(own, 1), self._rows(own, 1)[0])
+            updates[MTP_INPUTS] = (self._rows(own, 1), self._rows(own, 1))
         ids = input_ids if own.random() < 0.5 else (input_ids + 1).to(own.choice([torch.int32, torch.int64]))
         embeds = self._rows(own, len(input_ids)) + (input_embeds if own.random() < 0.3 else 0)
         return self._spoilt((ids, embeds, updates))

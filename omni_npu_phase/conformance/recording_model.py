@@ -207,7 +207,7 @@ class RecordingModel:
         if offered and (self._mtp or self.behaviour.mtp_inputs == "every_row"):
             updates[contract.MTP_INPUTS] = (
                 self._hidden(token_ids[-1:]),
-                self._rows([_vector(_TEXT, token_ids[-1])])[0],
+                self._rows([_vector(_TEXT, token_ids[-1])]),
             )
         if self.behaviour.embeds == "in_place" and input_embeds is not None:
             input_embeds.copy_(embeds)

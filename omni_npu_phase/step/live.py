@@ -16,10 +16,9 @@ Two rules decide what becomes of a tensor in an update.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -33,12 +32,11 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 """Kinds of values in which there is no tensor: asked first, since most values are of them."""
 _LARGE = 1 << 12
 """Elements from which on a tensor is copied alone, since a part of a stack keeps the whole stack alive."""
+_TOP = object()
+"""In the place of a group: what stands in the live buffer itself."""
 
 Key: TypeAlias = "tuple[Any, Any]"
 """A group of the live buffer, and a name in it."""
-_ALL_DICTIONARIES = {dict}
-_MISSING = object()
-_DTYPE = attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -46,17 +44,18 @@ class _Leaving:
     """A block on the device, whose parts stand under ``name`` in containers until it is on the host."""
 
     block: torch.Tensor
+    split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
     parts: Sequence[torch.Tensor]
     containers: Sequence[Any]
     name: Any
 
     def arrive(self, host: torch.Tensor) -> None:
-        hosts: Sequence[torch.Tensor] = (host,)
-        if self.parts[0] is not self.block:
-            same_rank = self.parts[0].ndim == host.ndim
-            hosts = host.split_with_sizes([1] * len(host)) if same_rank else host.unbind()
-        for container, part, arrived in zip(self.containers, self.parts, hosts, strict=False):
-            if _at(container, self.name) is part:
+        for container, part, arrived in zip(self.containers, self.parts, self.split(host), strict=True):
+            try:
+                stays = container[self.name] is part
+            except LookupError:
+                continue
+            if stays:
                 container[self.name] = arrived
 
 
@@ -94,17 +93,14 @@ class LiveBuffers:
         Raises :class:`~omni_npu_phase.contract.ContractError` (E9) for one that is no dictionary.
         """
         live = self._runner.model_intermediate_buffer
-        if len(request_ids) == 1 and type(info := live.get(request_ids[0])) is dict:
-            return [info]
         infos = list(map(live.get, request_ids))
-        if set(map(type, infos)) != _ALL_DICTIONARIES:
-            for row, request_id in enumerate(request_ids):
-                if infos[row] is None:
-                    infos[row] = live[request_id] = {}
-                    # Models written for older releases read it there.
-                    self._runner.requests[request_id].additional_information_cpu = infos[row]
-                elif not isinstance(infos[row], MutableMapping):
-                    raise no_dictionary(request_id, "its live buffer", infos[row])
+        for row, info in enumerate(infos):
+            if info is None:
+                infos[row] = live[request_ids[row]] = {}
+                # Models written for older releases read it there.
+                self._runner.requests[request_ids[row]].additional_information_cpu = infos[row]
+            elif type(info) is not dict and not isinstance(info, MutableMapping):
+                raise no_dictionary(request_ids[row], "its live buffer", info)
         return infos
 
     def store(self, request_ids: Sequence[str], updates: Sequence[Mapping[Any, Any]]) -> None:
@@ -115,30 +111,35 @@ class LiveBuffers:
         :class:`~omni_npu_phase.contract.ContractError` (E9) for a group that is no dictionary; nothing is written then.
         """
         infos = self.of(request_ids)
+        merged: list[tuple[Any, Any, dict[Any, Any]]] = []
         for request_id, info, update in zip(request_ids, infos, updates, strict=True):
-            for key, value in update.items():
-                if isinstance(value, dict) and key not in NEVER_STORED:
-                    # Where there is nothing to merge, anything may stand in the group's place.
-                    info.setdefault(key, {}) if not value else self._group(request_id, info, key)
-        resident = self._resident
-        columns: dict[Key, list[tuple[Any, Any]]] | None = {} if len(infos) > 1 else None
-        for info, update in zip(infos, updates, strict=True):
+            flat = {}
             for key, value in update.items():
                 if key in NEVER_STORED:
                     continue
-                if isinstance(value, dict):
-                    group = info[key]
-                    for name, inner in value.items():
-                        if type(inner) in _PLAIN:
-                            group[name] = inner
-                        elif columns is None:
-                            self._place(group, name, inner, (key, name) in resident)
-                        else:
-                            columns.setdefault((key, name), []).append((group, inner))
+                if not isinstance(value, dict):
+                    flat[key] = value
+                elif value:
+                    merged.append((self._group(request_id, info, key), key, value))
                 else:
-                    self._place(info, key, value, False)
-        for column_key, column in columns.items() if columns else ():
-            self._place_column(column, column_key[1], column_key in resident)
+                    # Where there is nothing to merge, anything may stand in the group's place.
+                    info.setdefault(key, {})
+            if flat:
+                merged.append((info, _TOP, flat))
+        if len(infos) > 1 and len({id(group) for group, _, _ in merged}) < len(merged):
+            # Requests share a group: the last one's values stay, of whatever kind.
+            for alone in zip(request_ids, updates, strict=True):
+                self.store(*zip(alone))
+            return
+        columns: dict[Key, list[tuple[Any, Any]]] = {}
+        for group, key, values in merged:
+            for name, value in values.items():
+                if type(value) in _PLAIN:
+                    group[name] = value
+                else:
+                    columns.setdefault((key, name), []).append((group, value))
+        for column_key, column in columns.items():
+            self._place_column(column, column_key[1], column_key in self._resident)
         self._mirror(request_ids, infos)
 
     def store_codes(self, request_ids: Sequence[str], key: Key, codes: Any, marks: Mapping[Key, torch.Tensor]) -> None:
@@ -147,21 +148,18 @@ class LiveBuffers:
         A request beyond the last row of codes gets none. ``marks`` are handed over, not copied; they stay on the device
         where the codes do.
         """
-        infos, resident = self.of(request_ids), self._resident
-        groups = self._groups(request_ids, infos, key[0])
-        marked = [self._groups(request_ids, infos, mark[0]) for mark in marks]
-        if isinstance(codes, torch.Tensor):
-            owned = self._helper.snapshot(codes)
-            rows = owned.split_with_sizes([1] * len(owned)) if len(owned) else ()
-            if rows:
-                self._put(owned, rows, groups[: len(rows)], key[1], key in resident)
-            for group in groups[len(rows) :]:
-                self._place(group, key[1], owned[:0], key in resident)
+        infos, resident = self.of(request_ids), key in self._resident
+        groups, *marked = (
+            [self._group(request_id, info, group) for request_id, info in zip(request_ids, infos, strict=True)]
+            for group, _ in (key, *marks)
+        )
+        if isinstance(codes, torch.Tensor) and len(codes) == len(groups):
+            self._put(self._helper.snapshot(codes), _rows, groups, key[1], resident)
         else:
             for row, group in enumerate(groups):
-                self._place(group, key[1], codes[row : row + 1], key in resident)
+                self._place(group, key[1], codes[row : row + 1], resident)
         for (mark_key, mark), mark_groups in zip(marks.items(), marked, strict=True):
-            self._put(mark, mark.unbind(), mark_groups, mark_key[1], key in resident or mark_key in resident)
+            self._put(mark, torch.unbind, mark_groups, mark_key[1], resident or mark_key in self._resident)
         self._mirror(request_ids, infos)
 
     def transfer(self) -> None:
@@ -172,17 +170,10 @@ class LiveBuffers:
             for each, host in zip(leaving, self._helper.fetch([each.block for each in leaving]), strict=True):
                 each.arrive(host)
 
-    def _groups(self, request_ids: Sequence[str], infos: Sequence[Any], key: Any) -> list[Any]:
-        return [self._group(request_id, info, key) for request_id, info in zip(request_ids, infos, strict=True)]
-
     def _group(self, request_id: str, info: Any, key: Any) -> Any:
         """A group of a live buffer, made where it is missing."""
-        group = info.get(key, _MISSING)
-        if type(group) is dict:
-            return group
-        if group is _MISSING:
-            group = info[key] = {}
-        elif not isinstance(group, MutableMapping):
+        group = info.setdefault(key, {})
+        if type(group) is not dict and not isinstance(group, MutableMapping):
             raise no_dictionary(request_id, f"{key!r} in its live buffer", group)
         return group
 
@@ -195,12 +186,30 @@ class LiveBuffers:
         for request_id, info in zip(request_ids, infos, strict=True):
             requests[request_id].additional_information_cpu = info
 
+    def _place_column(self, column: Sequence[tuple[Any, Any]], name: Any, resident: bool) -> None:
+        """Put a value of each container under ``name`` of it, owned."""
+        block = self._stacked([value for _, value in column]) if len(column) > 1 else None
+        if block is not None:
+            self._put(block, torch.unbind, [container for container, _ in column], name, resident)
+        else:
+            for container, value in column:
+                self._place(container, name, value, resident)
+
+    def _stacked(self, values: Sequence[Any]) -> torch.Tensor | None:
+        """Small tensors of one shape and dtype as rows of a new block; None for any others."""
+        first = values[0]
+        if type(first) is not torch.Tensor or first.layout is not torch.strided or first.numel() > _LARGE:
+            return None
+        try:
+            # Only of different dtypes would a stack be made nonetheless.
+            return self._helper.stack(values) if {value.dtype for value in values} == {first.dtype} else None
+        except (AttributeError, RuntimeError, TypeError):
+            return None
+
     def _place(self, container: Any, name: Any, value: Any, resident: bool) -> None:
         """Put a value under ``name`` of a container, owned."""
         if isinstance(value, torch.Tensor):
-            container[name] = owned = self._helper.snapshot(value)
-            if not self._helper.is_host and self._leaves(owned, resident):
-                self._writes.leaving.append(_Leaving(owned, (owned,), (container,), name))
+            self._put(self._helper.snapshot(value), _alone, (container,), name, resident)
         elif isinstance(value, list):
             container[name] = items = list(value)
             for index, item in enumerate(items):
@@ -211,38 +220,28 @@ class LiveBuffers:
         else:
             container[name] = owned_copy(value, self._helper)
 
-    def _place_column(self, column: Sequence[tuple[Any, Any]], name: Any, resident: bool) -> None:
-        """Put a value of each container under ``name`` of it, owned."""
-        containers, values = zip(*column, strict=True)
-        block = self._stacked(values)
-        if block is not None:
-            self._put(block, block.unbind(), containers, name, resident)
-        else:
-            for container, value in column:
-                self._place(container, name, value, resident)
-
     def _put(
-        self, block: torch.Tensor, parts: Sequence[torch.Tensor], containers: Sequence[Any], name: Any, resident: bool
+        self,
+        block: torch.Tensor,
+        split: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        containers: Sequence[Any],
+        name: Any,
+        resident: bool,
     ) -> None:
-        """Put each part of an owned block under ``name`` of its container."""
+        """Put each part of an owned block, as ``split`` gives them, under ``name`` of its container."""
+        parts = split(block)
         for container, part in zip(containers, parts, strict=True):
             container[name] = part
-        if self._leaves(block, resident):
-            self._writes.leaving.append(_Leaving(block, parts, containers, name))
+        if not (resident or self._helper.is_host or block.is_cpu):
+            self._writes.leaving.append(_Leaving(block, split, parts, containers, name))
 
-    def _leaves(self, owned: torch.Tensor, resident: bool) -> bool:
-        return not (resident or self._helper.is_host or owned.is_cpu)
 
-    def _stacked(self, values: Sequence[Any]) -> torch.Tensor | None:
-        """Small tensors of one shape and dtype as rows of a new block; None for any others."""
-        first = values[0]
-        if type(first) is not torch.Tensor or first.layout is not torch.strided or first.numel() > _LARGE:
-            return None
-        try:
-            # Only of different dtypes would a stack be made nonetheless.
-            return self._helper.stack(values) if set(map(_DTYPE, values)) == {first.dtype} else None
-        except (AttributeError, RuntimeError, TypeError):
-            return None
+def _alone(block: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (block,)
+
+
+def _rows(block: torch.Tensor) -> Sequence[torch.Tensor]:
+    return block.split_with_sizes([1] * len(block))
 
 
 def owned_copy(value: Any, helper: BufferHelper, within: tuple[int, ...] = ()) -> Any:
@@ -273,11 +272,3 @@ def owned_copy(value: Any, helper: BufferHelper, within: tuple[int, ...] = ()) -
 def no_dictionary(request_id: str, what: str, value: Any) -> ContractError:
     actual = type(value).__name__
     return ContractError("E9", requests=[request_id], rows=[], expected=f"{what} as a dictionary", actual=actual)
-
-
-def _at(container: Any, name: Any) -> Any:
-    """What stands in a container now; None where nothing does."""
-    try:
-        return container[name]
-    except LookupError:
-        return None

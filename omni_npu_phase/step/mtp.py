@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -108,7 +107,7 @@ class TalkerMtp:
             for row, offset in enumerate(offsets):
                 for buffer in self._inputs if row else ():
                     buffer[:1].copy_(buffer[row : row + 1])
-                alone = replace(call, rows=call.rows[row : row + 1])
+                alone = replace(call, requests=call.requests[row : row + 1])
                 self._run_once(alone, [offset], generators[row : row + 1])
         finally:
             for buffer, first_row in zip(self._inputs, first_rows, strict=True):
@@ -120,8 +119,7 @@ class TalkerMtp:
         if validity is not None:
             device = codes.device if isinstance(codes, torch.Tensor) else call.embeds.device
             marks[validity] = torch.ones(len(requests), dtype=torch.bool, device=device)
-        rows = codes if isinstance(codes, torch.Tensor) else copy(codes)
-        self._live.store_codes(requests, key, rows, marks)
+        self._live.store_codes(requests, key, codes, marks)
 
     def _keywords(self, call: Call, generators: _Generators) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise, starmap
 from operator import add, le
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from omni_npu_phase import contract
 from omni_npu_phase.contract import IS_PREFILL, NUM_COMPUTED, PROMPT_LEN, ContractError
@@ -25,8 +25,7 @@ def of_rows(rows: Sequence[int], entries: Sequence[_Entry]) -> Sequence[_Entry]:
     return [entries[row] for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Rows of the input batch, in its order, that are routed alike.
 
     A batched run is one call of the batched hook: one-token decode rows, at contiguous offsets (R4) unless they were
@@ -35,10 +34,6 @@ class Run:
 
     rows: Sequence[int]
     batched: bool
-
-    @property
-    def start(self) -> int:
-        return self.rows[0]
 
 
 @dataclass(slots=True)

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omni_npu_phase import buffers
 from omni_npu_phase.settings import Mode, chosen_mode
-from omni_npu_phase.step.plan import Run, StepPlan
-from omni_npu_phase.step.results import Deviations
+from omni_npu_phase.step.plan import Run, StepPlan, of_rows
+from omni_npu_phase.step.results import Call, Deviations
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,8 @@ def device_side(buffer: Any) -> torch.Tensor:
 class Port(ABC):
     """A runner as the route of one step sees it. ``rows`` are row numbers of the plan."""
 
+    index: Mapping[str, int]
+    """The row of the input batch of each request, which is not the plan's where rows get no hook."""
     has_batched_hook: bool
     gathers = False
     """Whether the batched hook takes all its rows of a step at once; they need not be contiguous (R4) then."""
@@ -96,6 +98,11 @@ class Port(ABC):
         self.embeds = embeds
         self.deviations = phase.deviations
         self.helper = phase.helper(embeds.device)
+
+    def hook_call(self, hook: str, rows: Sequence[int]) -> Call:
+        """A call of a hook for these rows, by which its result is checked."""
+        requests = of_rows(rows, self.plan.request_ids)
+        return Call(hook, requests, self.index, self.embeds, self.model, self.deviations)
 
     @abstractmethod
     def infos(self, rows: Sequence[int]) -> list[Any]:

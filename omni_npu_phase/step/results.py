@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 from omni_npu_phase.contract import MTP_INPUTS, ContractError
 from omni_npu_phase.settings import Mode
-from omni_npu_phase.step.plan import of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -40,49 +38,31 @@ class Deviations:
 
 @dataclass(slots=True)
 class Call:
-    """One hook call, and the step's buffer its embeddings are meant for: floating, shape (buffer rows, hidden).
+    """One hook call for some requests, and the step's buffer its embeddings are meant for.
 
-    ``rows``: which of ``request_ids`` the call is for. They are rows of the input batch, unless ``index`` says where
-    in it each request is.
+    ``embeds``: floating, shape (buffer rows, hidden). ``index``: where in the input batch each request is.
     """
 
     hook: str
-    request_ids: Sequence[str]
-    rows: Sequence[int]
+    requests: Sequence[str]
+    index: Mapping[str, int]
     embeds: Any
     model: object
     deviations: Deviations
-    index: Mapping[str, int] | None = None
     width: int = field(init=False)
-    kind: Any = field(init=False)
-    dtype: Any = field(init=False)
     device: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.width = self.embeds.shape[-1]
-        self.kind, self.dtype, self.device = type(self.embeds), self.embeds.dtype, self.embeds.device
-
-    @property
-    def requests(self) -> list[str]:
-        """The call's own requests, in the order of its rows."""
-        return list(of_rows(self.rows, self.request_ids))
+        self.width, self.device = self.embeds.shape[-1], self.embeds.device
 
     def error(self, clause: str, expected: str, actual: str) -> ContractError:
-        requests = self.requests
-        rows = self.rows if self.index is None else [self.index.get(request_id, -1) for request_id in requests]
-        return ContractError(clause, hook=self.hook, requests=requests, rows=rows, expected=expected, actual=actual)
+        rows = [self.index.get(request_id, -1) for request_id in self.requests]
+        return ContractError(
+            clause, hook=self.hook, requests=self.requests, rows=rows, expected=expected, actual=actual
+        )
 
     def deviation(self, clause: str, kind: str, expected: str, actual: str) -> None:
         self.deviations.report(self.model, kind, self.error(clause, expected, actual))
-
-    def fits(self, value: Any, shape: tuple[int, ...]) -> bool:
-        """Whether a value is a tensor like the step's buffer, of this shape: nothing more need be asked of it."""
-        return (
-            type(value) is self.kind
-            and value.shape == shape
-            and value.dtype is self.dtype
-            and value.device == self.device
-        )
 
     def unpack(self, clause: str, raw: Any, *names: str) -> Sequence[Any]:
         """The values of a result that should be ``len(names)`` of them."""
@@ -97,23 +77,31 @@ class Call:
             raise self.error(clause, expected, f"{len(values)} values")
         return values
 
-    def casts(self, value: Any, shape: tuple[int, ...]) -> bool:
-        """Whether a value is a tensor of this shape and device that needs at most a cast from a floating dtype."""
-        like = _is_tensor(value) and value.shape == shape and value.device == self.device
-        return bool(like and value.dtype.is_floating_point)
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, type(self.embeds))
+
+    def fits(self, value: Any, shape: tuple[int, ...]) -> bool:
+        """Whether a value is a floating tensor of this shape on the step's device: it needs a cast at most."""
+        return (
+            isinstance(value, type(self.embeds))
+            and value.shape == shape
+            and value.dtype.is_floating_point
+            and value.device == self.device
+        )
 
     def as_released(
-        self, clause: str, name: str, shape: tuple[int, ...], value: Any, write: _Write, like: Any = None
+        self, clause: str, name: str, shape: tuple[int, ...], value: Any, write: _Write | None, like: Any = None
     ) -> Any:
         """What the released runner's ``write`` makes of a value in a tensor of ``shape``, like the step's embeddings.
 
-        ``like``: another tensor to take dtype and device from. Warns; raises where ``strict`` is, or it cannot be
-        written.
+        ``write``: None where the released runner takes nothing that does not fit. ``like``: another tensor to take
+        dtype and device from. Warns; raises where ``strict`` is, or the value cannot be written.
         """
         place = (self.embeds if like is None else like).new_empty(shape)
-        expected = (
-            f"{name} of shape {shape} and {'a floating' if like is None else 'an integer'} dtype on {place.device}"
-        )
+        dtype = "a floating" if like is None else "an integer"
+        expected = f"{name} of shape {shape} and {dtype} dtype on {place.device}"
+        if write is None:
+            raise self.error(clause, expected, _kind(value))
         try:
             write(place, value)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -145,17 +133,15 @@ def scalar_result(
     step, shape (1, ``mtp_width``) each, or None where the hook gave none (E7).
     """
     ids, embeds, updates = call.unpack("E5", raw, "input_ids", "inputs_embeds", "updates")
-    rows = span
+    rows, inputs = span, None
     if not call.fits(embeds, (span, call.width)):
-        rows, embeds = _odd_embeds(call, embeds, span, mtp_width is not None)
-    stored = updates
+        rows, embeds = _scalar_embeds(call, embeds, span, mtp_width is not None)
+    if mtp_width is not None:
+        inputs = _mtp_inputs(call, updates, (1, mtp_width))
     if not isinstance(updates, dict):
         call.deviation("E5", "updates", "a dictionary of updates", type(updates).__name__)
-        # MTP inputs are taken from any mapping, though only a dictionary is stored.
-        stored, updates = {}, updates if isinstance(updates, Mapping) else {}
-    new_ids = None if ids is given_ids else _scalar_ids(call, ids, rows, given_ids)
-    inputs = None if mtp_width is None else _mtp_inputs(call, updates, mtp_width)
-    return rows, new_ids, embeds, stored, inputs
+        updates = {}
+    return rows, None if ids is given_ids else _ids(call, "E5", ids, rows, given_ids), embeds, updates, inputs
 
 
 def batch_result(
@@ -166,8 +152,7 @@ def batch_result(
     Gives token ids, shape (rows,), or None where none are to be written; embeddings, shape (rows, hidden); hidden
     states and text step, shape (rows, ``mtp_width``), both None without MTP (R4, R5); and one update per row.
     """
-    count = len(call.rows)
-    hidden = text_step = None
+    count, hidden, text_step = len(call.requests), None, None
     if mtp_width is None:
         ids, embeds, updates = call.unpack("E5b", raw, "input_ids", "inputs_embeds", "updates")
     else:
@@ -176,20 +161,17 @@ def batch_result(
         hidden = _mtp_rows(call, "E5b", "hidden_states", hidden, (count, mtp_width))
         text_step = _mtp_rows(call, "E5b", "text_step", text_step, (count, mtp_width))
     if not call.fits(embeds, (count, call.width)):
-        embeds = _batch_embeds(call, embeds, count, exact=mtp_width is not None)
-    if ids is given_ids:
-        ids = None
-    else:
-        if not _is_tensor(ids) or ids.numel() != count:
-            raise call.error("E5b", f"{count} token ids", str(ids.numel()) if _is_tensor(ids) else _kind(ids))
-        ids = _ids(call, "E5b", ids if ids.ndim == 1 else ids.reshape(-1), count, given_ids)
+        # With MTP the released runner writes by index, and takes nothing else.
+        rows = mtp_width is None and call.is_tensor(embeds) and embeds.ndim == 2 and len(embeds) == count
+        embeds = call.as_released("E5b", "inputs_embeds", (count, call.width), embeds, _copy if rows else None)
+    ids = None if ids is given_ids else _ids(call, "E5b", ids, count, given_ids)
     try:
         updates = list(updates)
     except TypeError:
         raise call.error("E5b", "a sequence of updates, one per request", type(updates).__name__) from None
     if len(updates) != count:
         raise call.error("E5b", f"{count} updates", str(len(updates)))
-    for position, update in enumerate(() if set(map(type, updates)) == {dict} else updates):
+    for position, update in enumerate(updates):
         if not isinstance(update, dict):
             updates[position] = {}
             call.deviation("E5b", "updates", "a dictionary of updates per request", type(update).__name__)
@@ -203,113 +185,79 @@ def mtp_result(call: Call, raw: Any, *, exact: bool = True) -> tuple[Any, Any]:
     ``exact``: the released runner writes these embeddings by index, and so takes no others than a row per request.
     """
     embeds, codes = call.unpack("T4", raw, "inputs_embeds", "codes")
-    count = len(call.rows)
-    if not call.fits(embeds, (count, call.width)):
-        if not _is_tensor(embeds) or not embeds.ndim:
-            raise call.error("T4", "inputs_embeds as a tensor", _kind(embeds))
-        embeds, shape = embeds[:count], (count, call.width)
-        if not call.casts(embeds, shape):
-            if exact and embeds.shape != shape:
-                raise call.error("T4", f"inputs_embeds of shape {shape}", _kind(embeds))
-            embeds = call.as_released("T4", "inputs_embeds", shape, embeds, _copy)
+    count = len(call.requests)
+    shape = (count, call.width)
+    if call.is_tensor(embeds) and embeds.ndim and len(embeds) > count:
+        embeds = embeds[:count]
+    if not call.fits(embeds, shape):
+        fills = call.is_tensor(embeds) and embeds.ndim and (embeds.shape == shape or not exact)
+        embeds = call.as_released("T4", "inputs_embeds", shape, embeds, _copy if fills else None)
     if codes is None:
         return embeds, None
-    if _is_tensor(codes) and codes.ndim:
-        given = codes.shape[0]
-    elif (
-        getattr(codes, "ndim", None) == 0
-        or isinstance(codes, (str, Mapping, AbstractSet))
-        or not hasattr(codes, "__len__")
-    ):
-        raise call.error("T5", "codes with a row per request, or None", _kind(codes))
-    else:
+    try:
+        codes, given = codes[:count], len(codes)
+    except (TypeError, LookupError):
+        raise call.error("T5", "codes with a row per request, or None", _kind(codes)) from None
+    if not call.is_tensor(codes):
         call.deviation("T5", "kind", "codes as a tensor", _kind(codes))
-        given = len(codes)
     if given < count:
         call.deviation("T5", "codes", f"at least {count} code rows", str(given))
-    return embeds, codes[:count] if given > count else codes
+    return embeds, codes
 
 
-def _odd_embeds(call: Call, embeds: Any, span: int, in_mtp: bool) -> tuple[int, Any]:
-    """Embeddings that are not like the step's buffer: how many rows of it they fill, and with what."""
-    if not _is_tensor(embeds) or not embeds.ndim:
+def _scalar_embeds(call: Call, embeds: Any, span: int, in_mtp: bool) -> tuple[int, Any]:
+    """A row's embeddings that do not fit: how many rows of its span they fill, and with what."""
+    if not call.is_tensor(embeds) or not embeds.ndim:
         raise call.error("E5", "inputs_embeds as a tensor with a row for each token", _kind(embeds))
-    rows = min(span, embeds.shape[0])
+    rows = min(span, len(embeds))
     if in_mtp and not rows:
         raise call.error("E5", "an embedding row for MTP", "none")
-    if embeds.shape[0] != span and embeds.shape[1:] == (call.width,):
-        call.deviation("E5", "rows", f"{span} embedding rows", str(embeds.shape[0]))
+    if len(embeds) != span and embeds.shape[1:] == (call.width,):
+        call.deviation("E5", "rows", f"{span} embedding rows", str(len(embeds)))
     if embeds.ndim > 1 or not in_mtp:
         embeds = embeds[:rows]
     shape = (rows, call.width)
-    if call.casts(embeds, shape):
+    if call.fits(embeds, shape):
         return rows, embeds
     # Into the MTP batch the released runner copies; into the step's buffer it assigns, which takes further shapes.
     return rows, call.as_released("E5", "inputs_embeds", shape, embeds, _copy if in_mtp else _assign)
 
 
-def _batch_embeds(call: Call, embeds: Any, count: int, *, exact: bool) -> Any:
-    """A batch's embeddings that are not like the step's buffer. ``exact``: the released runner writes them by index,
-    and so takes no others than one floating row per request."""
-    shape = (count, call.width)
-    if call.casts(embeds, shape):
-        return embeds
-    if not _is_tensor(embeds) or embeds.ndim != 2 or embeds.shape[0] != count or exact:
-        rows = _is_tensor(embeds) and embeds.ndim == 2 and embeds.shape[0] != count
-        expected = f"inputs_embeds of shape {shape} and a floating dtype on {call.device}"
-        raise call.error(
-            "E5b", f"{count} embedding rows" if rows else expected, str(len(embeds)) if rows else _kind(embeds)
-        )
-    return call.as_released("E5b", "inputs_embeds", shape, embeds, _copy)
-
-
-def _scalar_ids(call: Call, ids: Any, rows: int, given_ids: Any) -> Any:
-    if not _is_tensor(ids) or ids.numel() != rows:
-        call.deviation("E5", "ids", f"{rows} token ids", str(ids.numel()) if _is_tensor(ids) else _kind(ids))
-        return None
-    return _ids(call, "E5", ids, rows, given_ids)
-
-
 def _ids(call: Call, clause: str, ids: Any, count: int, given_ids: Any) -> Any:
-    """``count`` token ids as a tensor of shape (count,) on the step's device; any integer dtype passes (R7)."""
-    dtype, device = ids.dtype, ids.device
-    whole = dtype is given_ids.dtype or not (dtype.is_floating_point or dtype.is_complex or "bool" in str(dtype))
-    if whole and device == given_ids.device:
-        return ids if ids.ndim == 1 else ids.reshape(-1)
+    """Token ids as a tensor of shape (count,), of any integer dtype (R7); None for those of a row that are ignored."""
+    if not call.is_tensor(ids) or ids.numel() != count:
+        expected, actual = f"{count} token ids", str(ids.numel()) if call.is_tensor(ids) else _kind(ids)
+        if clause == "E5b":
+            raise call.error(clause, expected, actual)
+        call.deviation(clause, "ids", expected, actual)
+        return None
+    ids = ids if ids.ndim == 1 else ids.reshape(-1)
+    fractional = ids.dtype.is_floating_point or ids.dtype.is_complex or "bool" in str(ids.dtype)
+    if (ids.dtype is given_ids.dtype or not fractional) and ids.device == given_ids.device:
+        return ids
     return call.as_released(clause, "input_ids", (count,), ids, _assign, like=given_ids)
+
+
+def _mtp_inputs(call: Call, updates: Any, shape: tuple[int, int]) -> tuple[Any, Any] | None:
+    """An eligible row's hidden states and text step, from any mapping, though only a dictionary is stored."""
+    pair = updates.get(MTP_INPUTS) if isinstance(updates, (dict, Mapping)) else None
+    if pair is None:
+        call.deviation("E7", "missing", f"{MTP_INPUTS!r} in the updates of an eligible row", "none")
+        return None
+    hidden, text_step = call.unpack("E5", pair, "hidden states", "text step")
+    if call.fits(hidden, shape) and call.fits(text_step, shape):
+        return hidden, text_step
+    hidden = _mtp_rows(call, "E5", "hidden states", hidden, shape)
+    return hidden, _mtp_rows(call, "E5", "text step", text_step, shape)
 
 
 def _mtp_rows(call: Call, clause: str, name: str, value: Any, shape: tuple[int, int]) -> Any:
     """Hidden states or a text step as rows of the MTP batch. They may lie on the host, where some models keep them."""
-    if call.fits(value, shape) or call.casts(value, shape):
-        return value
-    if _is_tensor(value) and value.is_cpu and value.shape == shape and value.dtype.is_floating_point:
-        return value
-    return call.as_released(clause, name, shape, value, _copy)
-
-
-def _mtp_inputs(call: Call, updates: Mapping[Any, Any], width: int) -> tuple[Any, Any] | None:
-    pair, shape = updates.get(MTP_INPUTS), (1, width)
-    if pair is None:
-        call.deviation("E7", "missing", f"{MTP_INPUTS!r} in the updates of an eligible row", "none")
-        return None
-    if type(pair) is tuple and len(pair) == 2 and call.fits(pair[0], shape) and call.fits(pair[1], shape):
-        return pair
-    hidden, text_step = call.unpack("E5", pair, "hidden states", "text step")
-    return _mtp_row(call, "hidden states", hidden, shape), _mtp_row(call, "text step", text_step, shape)
-
-
-def _mtp_row(call: Call, name: str, value: Any, shape: tuple[int, int]) -> Any:
-    # A single row may come without its batch dimension, or with more of them.
-    whole = _is_tensor(value) and value.numel() == shape[1]
-    return _mtp_rows(call, "E5", name, value.reshape(shape) if whole else value, shape)
-
-
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "dtype") and hasattr(value, "device") and hasattr(value, "numel")
+    on_host = call.is_tensor(value) and value.is_cpu and value.shape == shape and value.dtype.is_floating_point
+    return value if on_host or call.fits(value, shape) else call.as_released(clause, name, shape, value, _copy)
 
 
 def _kind(value: Any) -> str:
-    if _is_tensor(value):
+    if hasattr(value, "dtype") and hasattr(value, "device"):
         return f"{tuple(value.shape)} {value.dtype} on {value.device}"
     return type(value).__name__

@@ -14,7 +14,6 @@ from typing import Any
 from omni_npu_phase.step import results
 from omni_npu_phase.step.plan import Run, StepPlan, of_rows
 from omni_npu_phase.step.port import Port
-from omni_npu_phase.step.results import Call
 
 BATCHED_HOOK = "preprocess_decode_batch"
 SCALAR_HOOK = "preprocess"
@@ -40,7 +39,7 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> Non
     plan.write_fields(run.rows, infos)
     where = port.locate(run)
     given = port.lend_ids(where)
-    call = Call(BATCHED_HOOK, plan.request_ids, run.rows, port.embeds, port.model, port.deviations)
+    call = port.hook_call(BATCHED_HOOK, run.rows)
     raw = port.call_batch(run, infos, given)
     ids, embeds, hidden, text_step, updates = results.batch_result(call, raw, given_ids=given, mtp_width=port.mtp_width)
     port.store_updates(run.rows, updates)
@@ -54,9 +53,10 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> Non
 
 
 def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None:
-    call = Call(SCALAR_HOOK, plan.request_ids, run.rows, port.embeds, port.model, port.deviations)
+    call = port.hook_call(SCALAR_HOOK, run.rows)
     for row, ids, embeds in zip(run.rows, *_slices(plan, port, run.rows), strict=True):
-        call.rows = alone = (row,)
+        alone = (row,)
+        call.requests = (plan.request_ids[row],)
         infos = port.infos(alone)
         plan.write_fields(alone, infos)
         raw = port.call_scalar(row, infos[0], ids, embeds)

@@ -108,8 +108,7 @@ class PhaseRoutingMixin(PhaseMixin):
             if start_offsets is None:
                 offsets = _starts(self, len(index))
                 start_offsets = [offsets[index[request_id]] for request_id in decode_req_ids]
-            rows = range(len(decode_req_ids))
-            call = Call(MTP_HOOK, decode_req_ids, rows, inputs_embeds, self.model, phase.deviations, index=index)
+            call = Call(MTP_HOOK, decode_req_ids, index, inputs_embeds, self.model, phase.deviations)
             tools = _tools_of(self, phase)
             with tools.live:
                 tools.mtp.run(call, start_offsets)
@@ -290,13 +289,13 @@ class RunnerPort(Port):
         self._write_keywords = tools.runtime.write_keywords
         self._attach_infos = runner._maybe_attach_mimo_audio_req_infos
         self._lent: torch.Tensor | None = None
+        self.index = runner.input_batch.req_id_to_index
         self.has_batched_hook = callable(getattr(self.model, BATCHED_HOOK, None))
         if getattr(runner, "has_talker_mtp", False):
             self.mtp_width = self._mtp.inputs[1].shape[-1]
 
     def infos(self, rows: Sequence[int]) -> list[Any]:
-        request_ids = self.plan.request_ids
-        return self._live.of((request_ids[rows[0]],) if len(rows) == 1 else of_rows(rows, request_ids))
+        return self._live.of(of_rows(rows, self.plan.request_ids))
 
     def call_scalar(self, row: int, info: Any, ids: torch.Tensor, embeds: torch.Tensor) -> Any:
         plan, request_id = self.plan, self.plan.request_ids[row]
@@ -314,7 +313,7 @@ class RunnerPort(Port):
         return self.model.preprocess_decode_batch(input_ids=ids, req_infos=req_infos)
 
     def locate(self, run: Run) -> slice:
-        start = self.plan.offsets[run.start]
+        start = self.plan.offsets[run.rows[0]]
         return slice(start, start + len(run.rows))
 
     def lend_ids(self, where: Any) -> torch.Tensor:
@@ -326,8 +325,7 @@ class RunnerPort(Port):
         return self._lent[where]
 
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
-        request_ids = self.plan.request_ids
-        self._live.store((request_ids[rows[0]],) if len(rows) == 1 else of_rows(rows, request_ids), updates)
+        self._live.store(of_rows(rows, self.plan.request_ids), updates)
 
     def fill_mtp(self, position: int, where: Any, *parts: torch.Tensor) -> None:
         self._mtp.fill(position, where.stop - where.start, list(parts))

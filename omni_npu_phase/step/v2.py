@@ -157,6 +157,7 @@ class StatePort(Port):
         self._batch = batch
         self._batch_rows = rows
         self._dispatcher = dispatcher
+        self.index = {request_id: row for row, request_id in enumerate(batch.req_ids)}
         self.slots = batch.idx_mapping_np[rows].tolist()
         self.has_batched_hook = callable(state._decode_preprocess)
         self.gathers = callable(getattr(self.model, v2.GATHERING_HOOK, None))

@@ -470,7 +470,7 @@ def _given_to_mtp(alter: Callable[[Any, int], Any]) -> Change:
 
 def _written_unchecked(original: Any, port: Any, run: Run, infos: Any, ids: Any) -> Any:
     raw = original(port, run, infos, ids)
-    start, embeds = port.plan.offsets[run.start], raw[1]
+    start, embeds = port.plan.offsets[run.rows[0]], raw[1]
     if embeds.shape == (len(run.rows), port.embeds.shape[-1]) and embeds.device == port.embeds.device:
         port.embeds[start : start + len(embeds)] = embeds
     return raw
@@ -554,7 +554,7 @@ def _mtp_without_rows(original: Any, rows: StepPlan, port: Any) -> None:
 
 
 def _at_row_numbers(original: Any, talker: Any, call: Call, offsets: Sequence[int], *rest: Any) -> None:
-    original(talker, call, list(call.rows), *rest)
+    original(talker, call, list(range(len(call.requests))), *rest)
 
 
 def _codes_of(choose: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -673,7 +673,7 @@ def _infos_of_others(original: Any, runner: Any, *args: Any) -> None:
 
 
 def _padding_written(original: Any, call: Call, raw: Any, **keywords: Any) -> Any:
-    behind = raw[0][len(call.rows) :][-1:]
+    behind = raw[0][len(call.requests) :][-1:]
     call.embeds[len(call.embeds) - len(behind) :].copy_(behind)
     return original(call, raw, **keywords)
 

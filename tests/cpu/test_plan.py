@@ -64,7 +64,7 @@ def test_batched_runs_are_eligible_contiguous_and_maximal(rows: list[tuple[int, 
         offsets = [plan.offsets[row] for row in run.rows]
         assert not run.batched or offsets == list(range(offsets[0], offsets[0] + len(offsets)))
     for before, after in pairwise(runs):
-        adjacent = plan.offsets[after.start] == plan.offsets[after.start - 1] + 1
+        adjacent = plan.offsets[after.rows[0]] == plan.offsets[after.rows[0] - 1] + 1
         assert before.batched != after.batched or (before.batched and not adjacent)
 
 

@@ -19,9 +19,8 @@ IDS = torch.tensor([7])
 
 
 def _call(rows: int = 1, mode: results.Mode = "on") -> Call:
-    return Call(
-        "hook", [f"r{row}" for row in range(rows)], range(rows), torch.zeros(8, WIDTH), object(), Deviations(mode)
-    )
+    index = {f"r{row}": row for row in range(rows)}
+    return Call("hook", list(index), index, torch.zeros(8, WIDTH), object(), Deviations(mode))
 
 
 def _scalar(raw: Any, *, span: int = 1, mtp_width: int | None = WIDTH, mode: results.Mode = "on") -> Any:
@@ -36,10 +35,13 @@ def _pair(*shape: int) -> dict[str, Any]:
     return {MTP_INPUTS: (torch.zeros(shape), torch.ones(shape))}
 
 
-@pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (1, 1, WIDTH)])
-def test_mtp_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
-    result = _scalar((IDS, torch.zeros(1, WIDTH), _pair(*shape)))
-    assert [tuple(part.shape) for part in result[INPUTS]] == [(1, WIDTH)] * 2
+def test_mtp_inputs_without_their_batch_dimension(caplog: pytest.LogCaptureFixture) -> None:
+    """As the released runner broadcasts them."""
+    raw = (IDS, torch.zeros(1, WIDTH), _pair(WIDTH))
+    assert [tuple(part.shape) for part in _scalar(raw)[INPUTS]] == [(1, WIDTH)] * 2
+    assert len(caplog.records) == 2
+    with pytest.raises(ContractError, match=r"hidden states of shape \(1, 4\) .* got \(4,\)"):
+        _scalar(raw, mode="strict")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,8 @@ def test_mtp_inputs_that_are_none_are_missing() -> None:
         ({MTP_INPUTS: torch.tensor(0.0)}, "expected 2 values"),
         ({MTP_INPUTS: (torch.zeros(WIDTH),)}, "got 1 values"),
         ({MTP_INPUTS: (torch.zeros(WIDTH), None)}, r"text step of shape \(1, 4\) .* got NoneType"),
+        (_pair(WIDTH, 1), r"hidden states of shape \(1, 4\) .* got \(4, 1\)"),
+        (_pair(1, 1, WIDTH), r"hidden states of shape \(1, 4\) .* got \(1, 1, 4\)"),
         (_pair(WIDTH + 1), r"hidden states of shape \(1, 4\) .* got \(5,\)"),
         ({MTP_INPUTS: (torch.empty(WIDTH, device="meta"), torch.zeros(WIDTH))}, "hidden states .* on meta"),
     ],
@@ -99,9 +103,9 @@ def test_scalar_results_that_cannot_be_written(raw: Any, expected: str) -> None:
 
 @pytest.mark.parametrize("ids", [None, [7], torch.tensor([7, 8])])
 def test_ids_that_are_ignored(ids: Any) -> None:
-    assert _scalar((ids, torch.zeros(1, WIDTH), _pair(WIDTH)))[ID_PART] is None
+    assert _scalar((ids, torch.zeros(1, WIDTH), _pair(1, WIDTH)))[ID_PART] is None
     with pytest.raises(ContractError, match="expected 1 token ids"):
-        _scalar((ids, torch.zeros(1, WIDTH), _pair(WIDTH)), mode="strict")
+        _scalar((ids, torch.zeros(1, WIDTH), _pair(1, WIDTH)), mode="strict")
 
 
 def test_ids_are_counted_against_the_rows_written() -> None:
@@ -142,7 +146,7 @@ def test_good_batches() -> None:
         ({"ids": None}, "2 token ids, got NoneType"),
         ({"hidden": None}, r"hidden_states of shape \(2, 4\) .*got NoneType"),
         ({"text_step": torch.zeros(3, WIDTH)}, r"text_step of shape \(2, 4\)"),
-        ({"embeds": torch.zeros(1, WIDTH)}, "2 embedding rows, got 1"),
+        ({"embeds": torch.zeros(1, WIDTH)}, r"inputs_embeds of shape \(2, 4\) .* got \(1, 4\)"),
         ({"embeds": torch.zeros(2, WIDTH, dtype=torch.int64)}, "a floating dtype on cpu, got .*int64"),
         ({"updates": None}, "a sequence of updates, one per request, got NoneType"),
         ({"updates": iter([{}, {}, {}])}, "2 updates, got 3"),
@@ -176,7 +180,7 @@ def test_codes_that_are_no_tensor(codes: Any) -> None:
         results.mtp_result(_call(2, "strict"), raw)
 
 
-@pytest.mark.parametrize("codes", [5, torch.tensor(5), np.array(5), "ab", {0: 1, 1: 2}])
+@pytest.mark.parametrize("codes", [5, torch.tensor(5), np.array(5), {0: 1, 1: 2}, {1, 2}])
 def test_codes_without_rows(codes: Any) -> None:
     with pytest.raises(ContractError, match="codes with a row per request, or None"):
         results.mtp_result(_call(2), (torch.zeros(2, WIDTH), codes))
