@@ -28,16 +28,6 @@ Phase = Literal["prefill", "prefill tail", "decode"]
 """The phase of a row as the contract's table words it."""
 
 
-def is_prefill(prompt_len: int, num_computed: int) -> bool:
-    """The phase of a row: prefill exactly while ``C < P`` (M5)."""
-    return num_computed < prompt_len
-
-
-def is_mtp_eligible(prompt_len: int, num_computed: int, span: int) -> bool:
-    """Whether a row may enter the MTP batch and the batched decode hook: one token, and decode (R2, T1, T6)."""
-    return span == 1 and num_computed >= prompt_len
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """A scheduled row by its lengths, and what follows from them."""

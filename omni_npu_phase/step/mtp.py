@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from omni_npu_phase import contract
 from omni_npu_phase.buffers.base import BufferHelper, shares_storage
 from omni_npu_phase.releases import Runtime
 from omni_npu_phase.step import results
-from omni_npu_phase.step.live import Key, LiveBuffers
+from omni_npu_phase.step.live import LiveBuffers
 from omni_npu_phase.step.port import device_side
 from omni_npu_phase.step.results import Call
 
@@ -47,7 +48,7 @@ class TalkerMtp:
     def inputs(self) -> list[torch.Tensor]:
         """The input buffers as they are now."""
         inputs = mtp_inputs(self._runner)
-        if list(map(id, inputs)) != list(map(id, self._inputs)):
+        if not (self._inputs and all(map(is_, inputs, self._inputs))):
             self._inputs, self._rows = inputs, []
         return self._inputs
 
@@ -97,7 +98,10 @@ class TalkerMtp:
         new_embeds, codes = results.mtp_result(call, raw, exact=list(offsets) != list(range(count)))
         self._helper.put(call.embeds, self._helper.rows(offsets), new_embeds)
         if codes is not None:
-            self._store_codes(call, key, codes)
+            mark = getattr(call.model, "talker_mtp_validity_key", None)
+            device = codes.device if isinstance(codes, torch.Tensor) else call.embeds.device
+            marks = {mark: torch.ones(count, dtype=torch.bool, device=device)} if mark is not None else {}
+            self._live.store_codes(call.requests, key, codes, marks)
 
     def _run_row_by_row(self, call: Call, offsets: Sequence[int], generators: _Generators) -> None:
         # A generator is one stream: shared by a batch, it would make a seeded request depend on its neighbours (T8).
@@ -112,14 +116,6 @@ class TalkerMtp:
         finally:
             for buffer, first_row in zip(self._inputs, first_rows, strict=True):
                 buffer[:1].copy_(first_row)
-
-    def _store_codes(self, call: Call, key: Key, codes: Any) -> None:
-        requests, marks = call.requests, {}
-        validity = getattr(call.model, "talker_mtp_validity_key", None)
-        if validity is not None:
-            device = codes.device if isinstance(codes, torch.Tensor) else call.embeds.device
-            marks[validity] = torch.ones(len(requests), dtype=torch.bool, device=device)
-        self._live.store_codes(requests, key, codes, marks)
 
     def _keywords(self, call: Call, generators: _Generators) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise, starmap
-from operator import add, le
+from math import inf
+from operator import add, le, lt
 from typing import Any, NamedTuple, TypeVar
 
-from omni_npu_phase import contract
 from omni_npu_phase.contract import IS_PREFILL, NUM_COMPUTED, PROMPT_LEN, ContractError
 
 _Entry = TypeVar("_Entry")
@@ -49,7 +49,9 @@ class StepPlan:
     spans: list[int]
     offsets: list[int]
     prefill: list[bool]
+    """Exactly while ``C < P`` (M5)."""
     eligible: list[bool]
+    """For the MTP batch and the batched decode hook: one token, and decode (R2, T1, T6)."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -117,34 +119,25 @@ def plan_step(
     negative length, a span outside the buffer, or spans that overlap.
     """
     # A step is too short for NumPy: an operation there costs what a hundred rows do here.
-    columns = prompt, computed, span, offset = [_ints(column) for column in (prompt_lens, num_computed, spans, offsets)]
+    given: Sequence[Any] = prompt_lens, num_computed, spans, offsets
+    columns = prompt, computed, span, offset = [
+        column.tolist() if hasattr(column, "tolist") else list(column) for column in given
+    ]
     ends = list(map(add, offset, span))
     if request_ids and (min(map(min, columns)) < 0 or max(ends) > buffer_rows):
-        _refuse(request_ids, "a prompt length of at least 0", prompt, 0)
-        _refuse(request_ids, "a progress of at least 0", computed, 0)
-        _refuse(request_ids, "a span of at least 0", span, 0)
-        _refuse(request_ids, "an offset of at least 0", offset, 0)
+        for name, values in zip(("a prompt length", "a progress", "a span", "an offset"), columns, strict=True):
+            _refuse(request_ids, f"{name} of at least 0", values, 0)
         _refuse(request_ids, f"a span that ends within {buffer_rows} rows", ends, 0, buffer_rows)
     if not all(map(le, ends, offset[1:])):
         _refuse_overlap(request_ids, offset, ends)
-    return StepPlan(
-        request_ids=request_ids,
-        prompt_lens=prompt,
-        num_computed=computed,
-        spans=span,
-        offsets=offset,
-        prefill=list(map(contract.is_prefill, prompt, computed)),
-        eligible=list(map(contract.is_mtp_eligible, prompt, computed, span)),
-    )
+    prefill = list(map(lt, computed, prompt))
+    eligible = [length == 1 and not first for length, first in zip(span, prefill, strict=True)]
+    return StepPlan(request_ids, prompt, computed, span, offset, prefill, eligible)
 
 
-def _ints(column: Any) -> list[int]:
-    return column.tolist() if hasattr(column, "tolist") else list(column)
-
-
-def _refuse(request_ids: Sequence[str], expected: str, values: list[int], least: int, most: int | None = None) -> None:
+def _refuse(request_ids: Sequence[str], expected: str, values: list[int], least: int, most: float = inf) -> None:
     for row, value in enumerate(values):
-        if value < least or (most is not None and value > most):
+        if not least <= value <= most:
             raise ContractError("E4", requests=[request_ids[row]], rows=[row], expected=expected, actual=str(value))
 
 

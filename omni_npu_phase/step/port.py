@@ -52,8 +52,7 @@ def phase_of(owner: Any) -> Phase:
 
 def known_phase(owner: Any) -> Phase | None:
     """The same for any runner; None where no mixin has begun its work on it."""
-    phase: Phase | None = owner.__dict__.get(_KEPT)
-    return phase
+    return owner.__dict__.get(_KEPT)  # type: ignore[no-any-return]
 
 
 class PhaseMixin:
@@ -116,13 +115,13 @@ class Port(ABC):
     def call_batch(self, run: Run, infos: Sequence[Any], ids: torch.Tensor) -> Any:
         """Call the batched hook for a run of decode rows (R3), with the release's own keywords."""
 
-    @abstractmethod
     def locate(self, run: Run) -> Rows:
         """Where a batched run's tokens lie in the step's buffers."""
+        return self.helper.rows(of_rows(run.rows, self.plan.offsets))
 
-    @abstractmethod
     def lend_ids(self, where: Rows) -> torch.Tensor:
-        """Token ids for a batched hook: a copy where the released runner gives one."""
+        """Token ids for a batched hook."""
+        return self.ids[where]
 
     def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
         """Write rows; None leaves the token ids or the embeddings as they are (R6, R7)."""
@@ -136,16 +135,11 @@ class Port(ABC):
         """Merge each row's update into its own request's live buffer, owned (R8, T9)."""
 
     @abstractmethod
-    def fill_mtp(
-        self,
-        position: int,
-        where: Rows,
-        ids: torch.Tensor,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        text_step: torch.Tensor,
-    ) -> None:
-        """Put rows into the MTP batch, from ``position`` on (T1); their embeddings may wait for MTP's own (T4)."""
+    def fill_mtp(self, position: int, where: Rows, *parts: torch.Tensor) -> None:
+        """Put rows into the MTP batch, from ``position`` on (T1); their embeddings may wait for MTP's own (T4).
+
+        ``parts``: their token ids, embeddings, hidden states and text steps.
+        """
 
     @abstractmethod
     def run_mtp(self, rows: Sequence[int]) -> None:

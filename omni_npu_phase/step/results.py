@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +201,7 @@ def mtp_result(call: Call, raw: Any, *, exact: bool = True) -> tuple[Any, Any]:
         raise call.error("T5", "codes with a row per request, or None", _kind(codes)) from None
     if not call.is_tensor(codes):
         call.deviation("T5", "kind", "codes as a tensor", _kind(codes))
+        codes = copy(codes)
     if given < count:
         call.deviation("T5", "codes", f"at least {count} code rows", str(given))
     return embeds, codes

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from itertools import compress
 from typing import Any
 
 import torch
 
-from omni_npu_phase.buffers.base import BufferHelper
+from omni_npu_phase.buffers.base import BufferHelper, Rows
 from omni_npu_phase.contract import ContractError
-from omni_npu_phase.releases import Runtime, UnsupportedRuntimeError, runtime_of
-from omni_npu_phase.releases.fits import PREPROCESS_VALUES
+from omni_npu_phase.releases import runtime_of
 from omni_npu_phase.step.live import LiveBuffers
 from omni_npu_phase.step.mtp import TalkerMtp
 from omni_npu_phase.step.plan import Run, StepPlan, of_rows, plan_step
@@ -55,14 +53,16 @@ class PhaseRoutingMixin(PhaseMixin):
         # An unknown runner is refused before anything of the step has happened.
         tools = _tools_of(self, phase)
         plan = phase.plan = plan_of(self, scheduler_output, num_input_tokens)
-        with _hooks_masked(self, phase):
-            outputs = released(scheduler_output, num_input_tokens, intermediate_tensors)
-            if len(outputs) != PREPROCESS_VALUES:
-                raise UnsupportedRuntimeError(f"{tools.runtime.name}: _preprocess returned {len(outputs)} values")
-            ids, embeds, *passed_through = outputs
+        # The released code selects the step's inputs, payloads and positions, and calls no hooks.
+        model, phase.selecting = self.model, True
+        self.model = _HooksMasked(model)
+        try:
+            ids, embeds, *passed_through = released(scheduler_output, num_input_tokens, intermediate_tensors)
             if embeds is None:
                 embeds = device_side(self.inputs_embeds)[:num_input_tokens]
                 self._collect_additional_information_for_prefill(plan.spans)
+        finally:
+            self.model, phase.selecting = model, False
         if ids is None:
             ids = device_side(self.input_ids)[:num_input_tokens]
 
@@ -133,31 +133,20 @@ class PhaseRoutingMixin(PhaseMixin):
             super()._process_additional_information_updates(*args, **kwargs)  # type: ignore[misc]
 
 
-@dataclass(frozen=True, slots=True)
 class _Tools:
     """What the mixin makes for its runner on first use."""
 
-    runtime: Runtime
-    live: LiveBuffers
-    mtp: TalkerMtp
+    def __init__(self, runner: Any, phase: Phase) -> None:
+        self.runtime = runtime_of(released_classes(type(runner)))
+        helper = phase.helper(torch.device(runner.device))
+        self.live = LiveBuffers(runner, helper)
+        self.mtp = TalkerMtp(runner, self.runtime, self.live, helper)
 
 
 def _tools_of(runner: Any, phase: Phase) -> _Tools:
     if phase.tools is None:
-        runtime = runtime_of(released_classes(type(runner)))
-        helper = phase.helper(_device_of(runner))
-        live = LiveBuffers(runner, helper)
-        phase.tools = _Tools(runtime, live, TalkerMtp(runner, runtime, live, helper))
-    tools: _Tools = phase.tools
-    return tools
-
-
-def _device_of(runner: Any) -> torch.device:
-    for name in ("inputs_embeds", "talker_mtp_inputs_embeds"):
-        buffer = getattr(runner, name, None)
-        if buffer is not None:
-            return device_side(buffer).device
-    return torch.device(runner.device)
+        phase.tools = _Tools(runner, phase)
+    return phase.tools  # type: ignore[no-any-return]
 
 
 def _is_active(runner: Any, phase: Phase) -> bool:
@@ -244,38 +233,27 @@ def _overlay_prompt_embeds(
         helper.copy(embeds[start : start + rows], own)
 
 
-@contextmanager
-def _hooks_masked(runner: Any, phase: Phase) -> Iterator[None]:
-    """Let the released code select the step's inputs, payloads and positions, and call no hooks."""
-    model = runner.model
-    runner.model, phase.selecting = _HooksMasked(model), True
-    try:
-        yield
-    finally:
-        runner.model, phase.selecting = model, False
-
-
 class _HooksMasked:
     """A model as it is, but without per-row hooks: what the released code sees while it selects the step's inputs."""
 
     has_preprocess = False
 
     def __init__(self, model: Any) -> None:
-        object.__setattr__(self, "_model", model)
+        vars(self)["_masked"] = model
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_model"), name)
+        return getattr(vars(self)["_masked"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "_model"), name, value)
+        setattr(self._masked, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return object.__getattribute__(self, "_model")(*args, **kwargs)
+        return self._masked(*args, **kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # isinstance checks of the released code ask what the model is, not what stands before it.
-        return type(object.__getattribute__(self, "_model"))
+        return type(self._masked)
 
 
 class RunnerPort(Port):
@@ -312,14 +290,10 @@ class RunnerPort(Port):
         req_infos = list(map(self._attach_infos, states, infos, request_ids))
         return self.model.preprocess_decode_batch(input_ids=ids, req_infos=req_infos)
 
-    def locate(self, run: Run) -> slice:
-        start = self.plan.offsets[run.rows[0]]
-        return slice(start, start + len(run.rows))
-
-    def lend_ids(self, where: Any) -> torch.Tensor:
+    def lend_ids(self, where: Rows) -> torch.Tensor:
         # As released: those of rows that go to MTP are a copy, any others a slice of the step's own buffer.
         if self.mtp_width is None:
-            return self.ids[where]
+            return super().lend_ids(where)
         if self._lent is None:
             self._lent = self.ids.clone()
         return self._lent[where]
@@ -327,8 +301,8 @@ class RunnerPort(Port):
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         self._live.store(of_rows(rows, self.plan.request_ids), updates)
 
-    def fill_mtp(self, position: int, where: Any, *parts: torch.Tensor) -> None:
-        self._mtp.fill(position, where.stop - where.start, list(parts))
+    def fill_mtp(self, position: int, where: Rows, *parts: torch.Tensor) -> None:
+        self._mtp.fill(position, len(parts[0]), list(parts))
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         offsets = list(of_rows(rows, self.plan.offsets))

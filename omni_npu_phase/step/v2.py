@@ -182,12 +182,6 @@ class StatePort(Port):
             return raw[0], raw[1], raw[4]
         return raw
 
-    def locate(self, run: Run) -> Rows:
-        return self.helper.rows([self.plan.offsets[row] for row in run.rows])
-
-    def lend_ids(self, where: Rows) -> torch.Tensor:
-        return self.ids[where]
-
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         slots = [self.slots[row] for row in rows]
         # The released code takes out of the dictionaries what it has stored, and a hook may have returned live ones.
@@ -214,8 +208,8 @@ class StatePort(Port):
             return value
         return owned_copy(value, self.helper)
 
-    def fill_mtp(self, position: int, where: Rows, ids: torch.Tensor, *parts: torch.Tensor) -> None:
-        embeds, hidden, text_step = parts
+    def fill_mtp(self, position: int, where: Rows, *parts: torch.Tensor) -> None:
+        _, embeds, hidden, text_step = parts
         stop = position + hidden.shape[0]
         self.helper.copy(self._hidden[position:stop], hidden)
         self.helper.copy(self._text_step[position:stop], text_step)

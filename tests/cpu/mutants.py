@@ -96,6 +96,19 @@ def _phase_by_span(runner: Any, rows: StepPlan) -> StepPlan:
     return replace(rows, prefill=[not one for one in one_token], eligible=one_token)
 
 
+def _boundary_is_prefill(runner: Any, rows: StepPlan) -> StepPlan:
+    return replace(rows, prefill=[c <= p for p, c in zip(rows.prompt_lens, rows.num_computed, strict=True)])
+
+
+def _one_token_prompt_is_decode(runner: Any, rows: StepPlan) -> StepPlan:
+    prefill = [first and length > 1 for length, first in zip(rows.prompt_lens, rows.prefill, strict=True)]
+    return replace(rows, prefill=prefill, eligible=_one_token_decodes(replace(rows, prefill=prefill)))
+
+
+def _long_or_short(runner: Any, rows: StepPlan) -> StepPlan:
+    return replace(rows, eligible=[not prefill for prefill in rows.prefill])
+
+
 def _latched_decode(runner: Any, rows: StepPlan) -> StepPlan:
     decoded = runner.__dict__.setdefault("_seen_decoding", set())
     decoded |= {request for request, prefill in zip(rows.request_ids, rows.prefill, strict=True) if not prefill}
@@ -512,14 +525,6 @@ def _blank(width: int) -> tuple[torch.Tensor, torch.Tensor]:
 # MTP.
 
 
-def _long_or_short(original: Any, prompt: Any, computed: Any, span: Any) -> Any:
-    return computed >= prompt
-
-
-def _one_token_prompt_too(original: Any, prompt: Any, computed: Any, span: Any) -> Any:
-    return original(prompt, computed, span) | ((prompt == 1) & (span == 1))
-
-
 def _swapped_from_the_seventh(original: Any, runner: Any, request_ids: list[str], *rest: Any) -> None:
     original(runner, [*request_ids[:6], *request_ids[6:][::-1]], *rest)
 
@@ -713,7 +718,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_planned_on(computed=lambda prompt, computed, spans: np.where(computed < prompt, 0, computed)),)),
     Mutant("span-length-phase", ("M5", "T2"), "a one-token span is taken for decode", (_replanned(_phase_by_span),)),
     Mutant("boundary-is-prefill", ("M5",), "a row whose progress equals its prompt length is prefill",
-           (Change(contract, "is_prefill", lambda original, prompt, computed: computed <= prompt),)),
+           (_replanned(_boundary_is_prefill),)),
     Mutant("fields-only-where-absent", ("M6",), "stale fields in the live buffer win",
            (Change(StepPlan, "write_fields", _write_where_absent),)),
     Mutant("batch-hook-after-the-fields", ("M6",), "preprocess_batch runs on fields that are not refreshed behind it",
@@ -800,10 +805,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("mtp-infos-reversed", ("T1",), "MTP gets the infos of its rows in reverse",
            (Change(PhaseRoutingMixin, "_talker_mtp_forward", _infos_of_others),), also=("request-ids",)),
     Mutant("mtp-on-tails", ("T2",), "every one-token span goes to MTP",
-           (Change(contract, "is_mtp_eligible", lambda original, prompt, computed, span: span == 1),)),
+           (_replanned(lambda runner, rows: _one_token_rows(rows)),)),
     Mutant("one-token-prompt-is-decode", ("T3",), "a one-token prompt is taken for decode",
-           (Change(contract, "is_mtp_eligible", _one_token_prompt_too),
-            Change(contract, "is_prefill", lambda original, prompt, computed: (computed < prompt) & (prompt > 1)))),
+           (_replanned(_one_token_prompt_is_decode),)),
     Mutant("mtp-fails-before-its-call", ("T3",), "a step ends in an error before MTP ran",
            (Change(RunnerPort, "run_mtp", _fails_on_two_prompts_of_one),), raises=("RuntimeError",)),
     Mutant("mtp-at-row-numbers", ("T4",), "MTP embeddings land at row numbers instead of offsets",
@@ -821,9 +825,9 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(LiveBuffers, "store_codes",
                    lambda original, live, ids, key, codes, marks: original(live, ids, key, codes, {})),)),
     Mutant("mtp-on-long-spans", ("T6", "R2"), "decode spans of any length are eligible",
-           (Change(contract, "is_mtp_eligible", _long_or_short),)),
+           (_replanned(_long_or_short),)),
     Mutant("scalar-mtp-on-long-spans", ("T6",), "the scalar hook's long decode spans go to MTP",
-           (Change(contract, "is_mtp_eligible", _long_or_short),
+           (_replanned(_long_or_short),
             _runs_of(lambda rows: replace(rows, eligible=_one_token_decodes(rows))))),
     Mutant("mtp-without-rows", ("T7",), "MTP runs in a step without eligible rows",
            (Change(mixin, "route", _mtp_without_rows),)),

@@ -35,8 +35,8 @@ def test_rows_are_what_the_contract_says(rows: list[tuple[int, int, int, int]]) 
     plan = _plan(rows)
     assert len(plan) == len(rows)
     for index, (prompt, computed, span, _) in enumerate(rows):
-        assert plan.prefill[index] == contract.is_prefill(prompt, computed)
-        assert plan.eligible[index] == contract.is_mtp_eligible(prompt, computed, span)
+        assert plan.prefill[index] == contract.Row(prompt, computed, span).prefill
+        assert plan.eligible[index] == contract.Row(prompt, computed, span).eligible
         fields: dict[str, Any] = {}
         plan.write_fields([index], [fields])
         assert list(fields.values()) == [prompt, computed, computed < prompt]
