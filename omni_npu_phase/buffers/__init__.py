@@ -4,9 +4,8 @@
 :class:`~omni_npu_phase.buffers.base.BufferHelper` is the interface, and is correct on any device torch knows. A module
 of this package may state, for one device type, only what differs there; it is imported when that device is in use.
 
-What a helper keeps from step to step is an int64 index for at most twice the rows of the largest scattered step. Where
-uploads are staged, it also keeps four pinned slots in host memory, each twice the largest upload it has carried; see
-``held_bytes``.
+What a helper keeps from step to step is an int64 index of the last scattered rows. Where uploads are staged, it also
+keeps four pinned slots in host memory, each twice the largest upload it has carried.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 Rows: TypeAlias = "slice | torch.Tensor"
@@ -28,11 +29,6 @@ class BufferHelper:
         self._rows: Rows = slice(0, 0)
         self._padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=device)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory kept from step to step: an int64 index for the rows of the last scattered step."""
-        return self._padding.nbytes + (self._rows.nbytes if isinstance(self._rows, torch.Tensor) else 0)
-
     def rows(self, offsets: Sequence[int]) -> Rows:
         """Locate rows by their offsets, staging a device index only where they are scattered.
 
@@ -49,7 +45,7 @@ class BufferHelper:
         return self._rows
 
     def _stage(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device, non_blocking=True)
 
     def copy(self, dest: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor of the same shape into ``dest``, from this device or the host, cast to its dtype.
@@ -83,9 +79,7 @@ class BufferHelper:
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """An owned, contiguous copy on the same device: later writes to ``tensor`` do not reach it (T9)."""
         own = tensor.detach() if tensor.requires_grad else tensor
-        if own.layout is not torch.strided or own.is_quantized:
-            return own.clone()
-        return own.clone(memory_format=torch.contiguous_format)
+        return own.clone(memory_format=torch.contiguous_format) if _packs(own) else own.clone()
 
     def stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One owned block, shape (tensors, ...), with a copy of every tensor (T9); all have one shape and dtype.

@@ -7,7 +7,7 @@ A captured copy from the host is replayed from the same address, whatever lies t
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -22,18 +22,16 @@ class CudaBufferHelper(StagedBufferHelper):
     """
 
     def _stage(self, values: list[int]) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            _refuse("a row index")
+        _refuse_capture("a row index")
         return super()._stage(values)
 
     def _write(self, dest: torch.Tensor, source: torch.Tensor) -> None:
-        if source.device.type == "cpu" and torch.cuda.is_current_stream_capturing():
-            _refuse("a host tensor")
+        if source.is_cpu:
+            _refuse_capture("a host tensor")
         super()._write(dest, source)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            _refuse("a result for the host")
+        _refuse_capture("a result for the host")
         # Of its own, for another thread may fetch at the same time; torch keeps freed pinned memory for the next.
         landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         landing.copy_(tensor, non_blocking=True)
@@ -44,8 +42,9 @@ class CudaBufferHelper(StagedBufferHelper):
         return landing.clone()
 
 
-def _refuse(what: str) -> NoReturn:
-    raise RuntimeError(f"{what} cannot be captured into a CUDA graph: a replay would not see what it holds then")
+def _refuse_capture(what: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{what} cannot be captured into a CUDA graph: a replay would not see what it holds then")
 
 
 HELPER = CudaBufferHelper

@@ -38,10 +38,6 @@ class PinnedStaging:
         self._slots = [_Slot(torch.empty(0, dtype=torch.uint8), None) for _ in range(slots)]
         self._turn = 0
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(slot.memory.nbytes for slot in self._slots)
-
     def upload(self, dest: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a host tensor to a device tensor of the same shape without synchronising.
 
@@ -79,17 +75,10 @@ class StagedBufferHelper(BufferHelper):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._staging = PinnedStaging(device)
-        self._index = torch.empty(0, dtype=torch.int64, device=device)
-
-    @property
-    def held_bytes(self) -> int:
-        return self._padding.nbytes + self._index.nbytes + self._staging.held_bytes
 
     def _stage(self, values: list[int]) -> torch.Tensor:
-        if len(values) > self._index.numel():
-            self._index = torch.empty(max(64, 2 * len(values)), dtype=torch.int64, device=self.device)
-        index = self._index[: len(values)]
-        self._staging.upload(index, torch.tensor(values, dtype=torch.int64))
+        index = torch.empty(len(values), dtype=torch.int64, device=self.device)
+        self._staging.upload(index, torch.tensor(values))
         return index
 
     def _write(self, dest: torch.Tensor, source: torch.Tensor) -> None:

@@ -128,8 +128,8 @@ class LiveBuffers:
                 merged.append((info, _TOP, flat))
         if len(infos) > 1 and len({id(group) for group, _, _ in merged}) < len(merged):
             # Requests share a group: the last one's values stay, of whatever kind.
-            for alone in zip(request_ids, updates, strict=True):
-                self.store(*zip(alone))
+            for request_id, update in zip(request_ids, updates, strict=True):
+                self.store((request_id,), (update,))
             return
         columns: dict[Key, list[tuple[Any, Any]]] = {}
         for group, key, values in merged:
@@ -254,18 +254,16 @@ def owned_copy(value: Any, helper: BufferHelper, within: tuple[int, ...] = ()) -
         return helper.snapshot(value)
     if not isinstance(value, (dict, list, tuple)) or id(value) in within:
         return value
-    within = (*within, id(value))
-    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    copies = [(key, owned_copy(item, helper, within)) for key, item in items]
-    changed = [new for new, (_, old) in zip(copies, items, strict=True) if new[1] is not old]
-    if not changed:
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    copies = {key: owned_copy(value[key], helper, (*within, id(value))) for key in keys}
+    if all(own is value[key] for key, own in copies.items()):
         return value
     if isinstance(value, tuple):
         make = getattr(type(value), "_make", type(value))
-        return make([item for _, item in copies])
+        return make(list(copies.values()))
     copied = copy(value)
-    for key, item in changed:
-        copied[key] = item
+    for key, own in copies.items():
+        copied[key] = own
     return copied
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise, starmap
+from itertools import compress, pairwise
 from math import inf
-from operator import add, le, lt
+from operator import add, le, lt, ne
 from typing import Any, NamedTuple, TypeVar
 
 from omni_npu_phase.contract import IS_PREFILL, NUM_COMPUTED, PROMPT_LEN, ContractError
@@ -76,31 +76,17 @@ class StepPlan:
         ``gathered``: that hook takes all its rows of the step at once, wherever they lie, before any other row.
         """
         takes = self.eligible if batched else [False] * len(self)
-        if gathered and any(takes):
-            yield Run([row for row, taken in enumerate(takes) if taken], True)
-            others = [row for row, taken in enumerate(takes) if not taken]
-            if others:
-                yield Run(others, False)
+        if gathered and batched:
+            for taken in (True, False):
+                rows = [row for row, takes_row in enumerate(takes) if takes_row is taken]
+                if rows:
+                    yield Run(rows, taken)
             return
-        # As bytes, so that the end of a run is looked up and not stepped to.
-        flags, start = bytes(takes), 0
-        while start < len(flags):
-            stop = flags.find(not takes[start], start)
-            rows = range(start, stop if stop > 0 else len(flags))
-            start = rows.stop
-            if takes[rows.start]:
-                yield from (Run(part, True) for part in self.contiguous(rows))
-            else:
-                yield Run(rows, False)
-
-    def contiguous(self, rows: range) -> Iterator[range]:
-        """The parts of some one-token rows that are adjacent in the step's buffer (R4)."""
-        offsets = self.offsets[rows.start : rows.stop]
-        if offsets == list(range(offsets[0], offsets[0] + len(rows))):
-            yield rows
-            return
-        breaks = [row for row in rows[1:] if self.offsets[row] != self.offsets[row - 1] + 1]
-        yield from starmap(range, pairwise((rows.start, *breaks, rows.stop)))
+        # One value for all rows of a run: the same way, and for a batch the same distance to their offsets.
+        ways = [self.offsets[row] - row if taken else None for row, taken in enumerate(takes)]
+        starts = [0, *compress(range(1, len(ways)), map(ne, ways, ways[1:]))] if ways else []
+        for start, stop in pairwise((*starts, len(ways))):
+            yield Run(range(start, stop), takes[start])
 
 
 def plan_step(

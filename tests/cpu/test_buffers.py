@@ -78,18 +78,6 @@ def test_rows_just_located_are_not_staged_again(make: Make, monkeypatch: pytest.
     assert helper.rows([]) == slice(0, 0)
 
 
-def test_cpu_helper_stages_into_one_array() -> None:
-    helper = CpuBufferHelper(CPU)
-    first = helper.rows([4, 1])
-    assert isinstance(first, torch.Tensor)
-    address = first.data_ptr()
-    second = helper.rows([7, 2, 9])
-    assert isinstance(second, torch.Tensor)
-    assert second.data_ptr() == address
-    many = list(range(300, 0, -2))
-    assert torch.arange(301)[helper.rows(many)].tolist() == many
-
-
 # Copies.
 
 

@@ -20,7 +20,7 @@ from omni_npu_phase.conformance.judge import judge
 from omni_npu_phase.conformance.scenarios import BY_ID, Hook, Variant
 from omni_npu_phase.releases import names_in, runtime_of
 from omni_npu_phase.step import v1
-from omni_npu_phase.step.plan import StepPlan
+from omni_npu_phase.step.plan import Run, StepPlan
 
 _FLAG = "preprocess_batch_fills_rows"
 
@@ -92,6 +92,6 @@ def test_a_broken_runner_is_caught(
 
 def test_a_batch_ends_at_a_filled_row(filling: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without MTP a batched call takes adjacent rows only (R4): a filled row between two of them ends it."""
-    monkeypatch.setattr(StepPlan, "contiguous", lambda plan, rows: [rows])
+    monkeypatch.setattr(StepPlan, "runs", lambda plan, **how: [Run(range(len(plan)), True)] if len(plan) else [])
     _, failed = _seen(filling, Variant("batched", False))
     assert any("one batched call took rows" in seen for seen in failed["R4"]), failed

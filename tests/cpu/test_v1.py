@@ -23,7 +23,6 @@ from omni_npu_phase.conformance.drive import Drive, run_scenario
 from omni_npu_phase.conformance.judge import judge
 from omni_npu_phase.conformance.recording_model import MARK, RecordingModel
 from omni_npu_phase.conformance.scenarios import BY_ID, Scenario, Variant
-from omni_npu_phase.releases import UnsupportedRuntimeError
 from omni_npu_phase.settings import MODE_VARIABLE
 from omni_npu_phase.step import v1 as mixin
 from omni_npu_phase.step.mtp import mtp_inputs

@@ -103,11 +103,15 @@ def test_resident_copies_are_one_owned_batch(helper: StagedBufferHelper, device:
 
 
 def test_what_is_kept_from_step_to_step(helper: StagedBufferHelper) -> None:
-    """An index of at most twice the largest step's rows, and four pinned slots of at most twice the largest upload."""
+    """An index of the last scattered rows, and four pinned slots of at most twice the largest upload."""
     for _ in range(3):
         for rows in (8, 256, 100):
             helper.rows(_scattered(rows))
-    assert helper.held_bytes <= 16 + 16 * 256 + 4 * 2 * 8 * 256
+    held = [kept for kept in vars(helper).values() if isinstance(kept, torch.Tensor)]
+    assert sum(kept.nbytes for kept in held) == 16 + 8 * 100
+    slots = helper._staging._slots
+    assert len(slots) == 4
+    assert sum(slot.memory.nbytes for slot in slots) <= 4 * 2 * 8 * 256
     torch.npu.synchronize()
 
 
