@@ -519,7 +519,7 @@ def _row_in_mtp_unchecked(original: Any, port: Any, row: int, *rest: Any) -> Any
 
 
 def _blank(width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(width), torch.zeros(width)
+    return torch.zeros(1, width), torch.zeros(1, width)
 
 
 # MTP.
