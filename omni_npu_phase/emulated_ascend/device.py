@@ -20,7 +20,8 @@ from omni_npu_phase.emulated_ascend.errors import EmulationError
 if TYPE_CHECKING:
     import torch
 
-SUPPORTED_TORCH_NPU = "2.13.0"
+SUPPORTED_TORCH_NPU = frozenset({"2.10.0.post4", "2.13.0"})
+"""Versions that the tests of the device were run with. Images carry the older one."""
 
 
 @dataclass(frozen=True)
@@ -292,16 +293,13 @@ def _check_process() -> None:
 
 
 def _check_packages() -> str:
+    known = " or ".join(sorted(SUPPORTED_TORCH_NPU))
     try:
         version = importlib.metadata.version("torch-npu")
     except importlib.metadata.PackageNotFoundError:
-        raise EmulationError(
-            "torch_npu_missing", f"torch_npu is not installed; install torch-npu=={SUPPORTED_TORCH_NPU}"
-        ) from None
-    if version != SUPPORTED_TORCH_NPU:
-        raise EmulationError(
-            "torch_npu_version", f"torch_npu is {version}; the emulated device knows {SUPPORTED_TORCH_NPU} only"
-        )
+        raise EmulationError("torch_npu_missing", f"torch_npu is not installed; install torch-npu=={known}") from None
+    if version not in SUPPORTED_TORCH_NPU:
+        raise EmulationError("torch_npu_version", f"torch_npu is {version}; the emulated device knows {known} only")
     return version
 
 

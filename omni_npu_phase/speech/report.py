@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from omni_npu_phase import contract
 from omni_npu_phase.speech.engine import Speech
@@ -55,9 +56,31 @@ class Comparison:
         return str(unchunked) if chunked == unchunked else f"{chunked} chunked, {unchunked} unchunked"
 
     @property
+    def spoken_twice(self) -> tuple[str, int, int] | None:
+        """The run whose audio says some frames a second time, and the first and last of them, counted from 1.
+
+        None where the codes differ, and where the audio differs in anything else.
+        """
+        runs = (("chunked", self.chunked_speech.audio), ("unchunked", self.unchunked_speech.audio))
+        (_, once), (name, twice) = sorted(runs, key=lambda run: run[1].size)
+        more = twice.size - once.size
+        samples, rest = divmod(once.size, len(self.unchunked.codes) or 1)
+        if not self.codes_equal or not more or not samples or rest or more % samples:
+            return None
+        begin, end = _agreeing(once, twice[: once.size]), once.size - _agreeing(once[::-1], twice[more:][::-1])
+        # The second time may begin wherever both what is before it and what is after it are the other run's audio.
+        first = -(-end // samples)
+        return (name, first + 1, first + more // samples) if first * samples + more <= begin else None
+
+    @property
     def audio_difference(self) -> float | None:
-        """Largest difference of two samples; None where one of them is longer."""
-        chunked, unchunked = self.chunked_speech.audio, self.unchunked_speech.audio
+        """Largest difference of two samples, each frame heard once; None where one run's audio is longer even so."""
+        audio = {"chunked": self.chunked_speech.audio, "unchunked": self.unchunked_speech.audio}
+        if self.spoken_twice is not None:
+            name, first, last = self.spoken_twice
+            samples = min(heard.size for heard in audio.values()) // len(self.unchunked.codes)
+            audio[name] = np.delete(audio[name], slice((first - 1) * samples, last * samples))
+        chunked, unchunked = audio.values()
         if chunked.shape != unchunked.shape:
             return None
         return float(np.abs(chunked - unchunked).max(initial=0))
@@ -127,6 +150,12 @@ def _audio_faults(speech: Speech) -> Iterator[str]:
         yield "constant or silent"
 
 
+def _agreeing(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> int:
+    """How many samples agree from the first on."""
+    apart = ~(np.abs(one - other) <= AUDIO_TOLERANCE)
+    return int(apart.argmax()) if apart.any() else one.size
+
+
 def _short(fields: Mapping[str, Any]) -> str:
     length, computed, prefill = (fields.get(name) for name in contract.FIELDS)
     return f"P={length} C={computed} prefill={prefill}"
@@ -173,6 +202,17 @@ class Report:
         ]
 
     @property
+    def notes(self) -> list[str]:
+        """What was heard that is no fault of chunked prefill, nor of this package."""
+        repeats = {index: comparison.spoken_twice for index, comparison in enumerate(self.comparisons, 1)}
+        return [
+            "prompt {}: the {} audio says frames {} to {} twice, of codes made once. Up to 0.26, vLLM-Omni's connector "
+            "sends a chunk twice when it falls behind the talker's last steps".format(index, *repeat)
+            for index, repeat in repeats.items()
+            if repeat is not None
+        ]
+
+    @property
     def reasons(self) -> list[str]:
         """All that keeps the verdict from being ``equal``."""
         return [*self.unproven, *self.faults]
@@ -196,6 +236,7 @@ class Report:
             "schema": SCHEMA,
             "verdict": self.verdict,
             "reasons": self.reasons,
+            "notes": self.notes,
             "codes_equal": self._shown(comparison.codes_equal for comparison in comparisons),
             "tails_observed": bool(comparisons) and all(comparison.tail is not None for comparison in comparisons),
             "frames": sum(len(comparison.unchunked.codes) for comparison in comparisons),
@@ -234,6 +275,7 @@ class Report:
             lines[0] += f"; {EMULATED}"
         if len(reasons) > 8:
             lines.append(f"- and {len(reasons) - 8} more")
+        lines += [f"- {note}" for note in self.notes]
         return "\n".join(lines)
 
     def to_markdown(self) -> str:

@@ -253,6 +253,28 @@ def test_audio_that_differs_is_a_difference(spoken: Report) -> None:
         assert f"prompt 1: {fault}" in report.faults
 
 
+@pytest.mark.parametrize("run", ["chunked", "unchunked"])
+def test_a_chunk_that_code2wav_was_sent_twice_is_named(run: str, spoken: Report) -> None:
+    first, frame = spoken.comparisons[0], tiny_qwen3_tts.SAMPLES_PER_FRAME
+    speech = first.chunked_speech
+    twice = np.concatenate([speech.audio[: 38 * frame], speech.audio[26 * frame :]])
+
+    def heard(audio: Any, **more: Any) -> Report:
+        changed = replace(first, **{f"{run}_speech": replace(speech, audio=audio)}, **more)
+        return replace(spoken, comparisons=[changed])
+
+    report = heard(twice)
+    assert report.verdict == "equal"
+    assert f"- prompt 1: the {run} audio says frames 27 to 38 twice" in report.summary()
+    assert report.as_dict()["notes"] == report.notes
+    # What else is longer, or is not the other run's audio, is a difference as before.
+    other = twice.copy()
+    other[40 * frame] += np.float32(2 * AUDIO_TOLERANCE)
+    codes = replace(first.chunked, rows=first.chunked.rows[:-1])
+    for wrong in (heard(other), heard(twice[:-1]), heard(twice[frame:]), heard(twice, chunked=codes)):
+        assert (wrong.verdict, wrong.notes) == ("different", [])
+
+
 @pytest.mark.parametrize(
     ("prompt_lens", "expected"),
     [

@@ -818,7 +818,7 @@ def test_every_function_torch_npu_links_against_is_answered(npu: Device) -> None
         linked |= {line.split()[-1] for line in listing.stdout.splitlines()}
     needed = {name for name in linked if name.startswith(("acl", "rt", "Msprof", "Hccl"))}
     cann = ctypes.CDLL("libascendcl.so")
-    assert len(needed) > 80
+    assert {"aclrtMemcpyAsync", "aclrtSynchronizeStream", "MsprofReportApi"} <= needed
     assert [name for name in sorted(needed) if not hasattr(cann, name)] == []
 
 
@@ -848,7 +848,7 @@ PRETEND = "import importlib.metadata as m; m.version = lambda name: (_ for _ in 
 @pytest.mark.parametrize(
     ("body", "environment", "code", "says"),
     [
-        (f"{PRETEND}; {ACTIVATE}", {}, "torch_npu_missing", "install torch-npu==2.13.0"),
+        (f"{PRETEND}; {ACTIVATE}", {}, "torch_npu_missing", "install torch-npu==2.1"),
         (f"import importlib.metadata as m; m.version = lambda n: '9.1'; {ACTIVATE}", {}, "torch_npu_version", "9.1"),
         (ACTIVATE, {"ASCEND_HOME_PATH": "/somewhere"}, "cann_present", "ASCEND_HOME_PATH=/somewhere"),
         (f"sys.modules['torch_npu'] = sys; {ACTIVATE}", {}, "imported_early", "activate() first"),
@@ -875,7 +875,7 @@ def test_a_cann_that_can_be_loaded_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_libraries_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
-    directory = library.build("2.13.0")
+    directory = emulated_ascend.active_device().libraries
     shutil.copytree(directory, tmp_path / directory.name)
     (tmp_path / directory.name / "libhccl.so").write_text("no library")
     line = _in_a_process(ACTIVATE, OMNI_NPU_PHASE_CACHE=str(tmp_path))

@@ -14,10 +14,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ from omni_npu_phase.speech.observe import Row
 
 TEXTS = {"a": "Hello there, this is a long prompt that is cut into pieces.", "b": "Good morning.", "c": "Hello world"}
 FRAMES = 6
-CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4]}
 POISON = -0x04040405
 """An int32 of the bytes that stand in host memory until a copy into it has been waited for."""
 
@@ -42,8 +43,8 @@ class Case:
     budget: int
     mode: str = "strict"
     asynchronous: bool = False
-    late: bool = False
-    """Whether all requests but the first join when the first has been read and speaks."""
+    joins: Mapping[str, int] = field(default_factory=dict)
+    """How many tokens the first request has when another joins; those left out are there from the start."""
     chunk: int = 0
     """Tokens of one request a step at most; 0 for no such limit."""
     with_embeds: bool = False
@@ -54,20 +55,24 @@ class Case:
     mutant: str | None = None
 
 
+LATE = {"b": 3, "c": 3}
+# The batch has a free first row when the first request has ended, and takes it for the next that comes.
+ENDED = {"c": FRAMES + 1}
 CASES = {
     "whole": Case(512),
     "chunked": Case(23),
-    "late": Case(16, late=True),
-    "async": Case(23, asynchronous=True, late=True),
-    "released": Case(16, mode="off", late=True),
+    "late": Case(16, joins=LATE),
+    "async": Case(23, asynchronous=True, joins=LATE),
+    "released": Case(16, mode="off", joins=LATE),
     "released async": Case(23, mode="off", asynchronous=True),
-    "captured": Case(23, captured=True),
-    "released captured": Case(23, mode="off", captured=True),
+    "captured": Case(23, captured=True, joins=ENDED),
+    "released captured": Case(23, mode="off", captured=True, joins=ENDED),
     "embeds": Case(32, chunk=7, with_embeds=True),
 }
 CONTROLS = {
     "span": Case(7, requests="c", mutant="span"),
     "other memory": Case(23, captured=True, mutant="other memory"),
+    "unordered": replace(CASES["captured"], mutant="unordered"),
     "no wait": Case(16, asynchronous=True, mutant="no wait"),
     "one slot": replace(CASES["embeds"], mutant="one slot"),
 }
@@ -84,6 +89,8 @@ class Spoken:
     hazards: list[str] = field(default_factory=list)
     replayed: list[int] = field(default_factory=list)
     """Rows of each replayed graph of MTP, padding with them."""
+    batches: int = 0
+    """How often MTP was run."""
     staged: int = 0
     """Uploads through the mixin's staging slots."""
 
@@ -152,10 +159,33 @@ def _joined(said: Spoken) -> int:
 
 @pytest.mark.parametrize("name", ["captured", "released captured"])
 def test_captured_mtp_is_replayed_with_padding(name: str, spoken: dict[str, Spoken]) -> None:
-    """T10, R6: three rows in a graph for four, which reads and writes where it did at capture."""
+    """T10, R6: two rows in a graph for four, which reads and writes where it did at capture."""
     replayed = _spoken(spoken, name).replayed
     assert 4 in replayed
     assert sum(replayed) > FRAMES
+
+
+@pytest.mark.parametrize("name", ["captured", "released captured"])
+def test_prefill_beside_it_does_not_keep_mtp_from_its_graph(name: str, spoken: dict[str, Spoken]) -> None:
+    """Before it takes a graph for MTP, vLLM-Ascend looks at the progress of as many rows of the batch, from the first
+    on. These are MTP's own: vLLM puts decode rows first."""
+    said = _spoken(spoken, name)
+    mixed = [rows for rows in _steps(said) if {row.lengths.prefill for row in rows} == {True, False}]
+    assert any(row.request == "c" for rows in mixed for row in rows)
+    assert not any(rows[0].lengths.prefill for rows in mixed)
+    assert len(said.replayed) == said.batches
+
+
+def test_mtp_behind_a_prefill_row_runs_without_its_graph_and_makes_the_same_codes(spoken: dict[str, Spoken]) -> None:
+    said = _spoken(spoken, "unordered")
+    behind = [rows for rows in _steps(said) if rows[0].lengths.prefill and not rows[-1].lengths.prefill]
+    assert behind
+    assert len(said.replayed) == said.batches - len(behind)
+    assert said.tokens == spoken["whole"].tokens
+
+
+def _steps(said: Spoken) -> list[list[Row]]:
+    return [list(rows) for _, rows in groupby(said.rows, key=lambda row: row.step)]
 
 
 def test_inputs_in_other_memory_are_not_seen_by_the_graph(spoken: dict[str, Spoken]) -> None:
@@ -223,13 +253,17 @@ def _speak(model: Path, case: Case) -> dict[str, Any]:
             changes.enter_context(mock.patch.object(target, attribute, value))
         with talker_engine(model, **settings) as engine, device.counting() as counting:
             runner = engine.core.model_executor.driver_worker.worker.model_runner
+            mtp = mock.patch.object(runner, "_talker_mtp_forward", wraps=runner._talker_mtp_forward)
+            called = changes.enter_context(mtp)
             if case.captured:
                 changes.enter_context(_replays_noted(runner, replayed))
+            if case.mutant == "unordered":
+                runner.reorder_batch_threshold = None
             if case.mutant == "other memory":
                 inputs = runner.talker_mtp_inputs_embeds
                 inputs.gpu = inputs.gpu.clone()
             for name in case.requests:
-                while case.late and name == "b" and len(engine.tokens["a"]) < 3:
+                while len(engine.tokens.get("a", ())) < case.joins.get(name, 0):
                     engine.step()
                 engine.submit(name, TEXTS[name], max_tokens=FRAMES + 1, with_embeds=case.with_embeds)
             tokens = engine.run()
@@ -242,6 +276,7 @@ def _speak(model: Path, case: Case) -> dict[str, Any]:
             "hazards": counting.hazards,
             "staged": len(staged),
             "replayed": replayed,
+            "batches": sum(bool(call.args[0]) for call in called.call_args_list),
         }
 
 
