@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from omni_npu_phase.step.v1 import PhaseRoutingMixin
     from omni_npu_phase.step.v2 import PhaseStateMixin
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["ContractError", "PhaseRoutingMixin", "PhaseStateMixin", "__version__"]
 
 

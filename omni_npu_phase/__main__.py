@@ -11,13 +11,9 @@ def main() -> None:
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("rich", "typer"):
             raise
-        sys.exit(_advice(error.name))
+        sys.stderr.write("error: the command line needs rich and typer; pip install rich typer\n")
+        sys.exit(2)
     app()
-
-
-def _advice(missing: str | None) -> int:
-    sys.stderr.write(f"error: the command line needs {missing}; pip install 'omni-npu-phase[cli]'\n")
-    return 2
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def bench(
         try:
             from omni_npu_phase.bench import picture
         except ImportError as error:
-            console.stop(f"--plot needs {error.name}; pip install 'omni-npu-phase[speech]'")
+            console.stop(f"--plot needs {error.name}; pip install {error.name}")
     known = models.available()
     for each in updates or ():
         if each.value not in known:

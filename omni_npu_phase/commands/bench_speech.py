@@ -46,7 +46,7 @@ def bench_speech(
     except ImportError as error:
         if error.name != "psutil":
             raise
-        console.stop("bench-speech needs psutil; pip install 'omni-npu-phase[speech]'")
+        console.stop("bench-speech needs psutil; pip install psutil")
     from omni_npu_phase.speech import tiny_qwen3_tts
     from omni_npu_phase.speech.engine import EngineError
 

@@ -22,6 +22,8 @@ from omni_npu_phase.tracing.schema import Row, Step, Trace, TraceError
 SHOWN_ROWS = 200
 SHOWN_FINDINGS = 20
 SHOWN_PANELS = 12
+SAMPLE = Path(schema.__file__).with_name("sample.jsonl")
+"""A tiny Qwen3-TTS on a runner that was broken on purpose: it takes every span of one token for decode."""
 _UNREADABLE = "2 a file that is no trace, or of a newer schema, or wrong use."
 
 app = typer.Typer(
@@ -41,7 +43,12 @@ class PhaseOption(str, Enum):
     decode = "decode"
 
 
-_Source = Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A trace, or a folder of traces.")]
+_Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE|DIR|sample", help="A trace, or a folder of traces; sample: one that comes with this package."
+    ),
+]
 _Format = Annotated[FormatOption, typer.Option("--format", help="How to write it.")]
 
 
@@ -159,7 +166,7 @@ def _reading(source: Path) -> Iterator[list[Trace]]:
     with console.progress() as say:
         say("reading traces")
         try:
-            yield schema.find(source)
+            yield schema.find(SAMPLE if source == Path("sample") and not source.exists() else source)
         except TraceError as error:
             console.stop(str(error))
 
@@ -230,7 +237,7 @@ def _plot(found: Sequence[tuple[Trace, Step, Row]], path: Path) -> None:
     except ImportError as error:
         if error.name != "matplotlib":
             raise
-        console.stop("--plot needs matplotlib; pip install 'omni-npu-phase[speech]'")
+        console.stop("--plot needs matplotlib; pip install matplotlib")
     requests: dict[str, list[Row]] = {}
     several = len({trace.path for trace, _, _ in found}) > 1
     for trace, _, row in found:

@@ -204,7 +204,7 @@ def _check_numbers(options: Options) -> None:
 def _check_environment(device: Device) -> None:
     missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
-        raise BadInputError(f"validate needs {', '.join(missing)}; pip install 'omni-npu-phase[speech]'")
+        raise BadInputError(f"validate needs {' and '.join(missing)}; pip install {' '.join(missing)}")
     try:
         mode = chosen_mode()
     except ValueError as error:
