@@ -79,7 +79,8 @@ class BufferHelper:
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """An owned, contiguous copy on the same device: later writes to ``tensor`` do not reach it (T9)."""
         own = tensor.detach() if tensor.requires_grad else tensor
-        return own.clone(memory_format=torch.contiguous_format) if _packs(own) else own.clone()
+        # The memory format of a tensor that is no plain memory cannot be asked for, nor need it be.
+        return own.clone() if own.is_contiguous() or not _packs(own) else own.contiguous()
 
     def stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One owned block, shape (tensors, ...), with a copy of every tensor (T9); all have one shape and dtype.

@@ -32,11 +32,10 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 """Kinds of values in which there is no tensor: asked first, since most values are of them."""
 _LARGE = 1 << 12
 """Elements from which on a tensor is copied alone, since a part of a stack keeps the whole stack alive."""
-_TOP = object()
-"""In the place of a group: what stands in the live buffer itself."""
 
 Key: TypeAlias = "tuple[Any, Any]"
 """A group of the live buffer, and a name in it."""
+_Split: TypeAlias = "Callable[[torch.Tensor], Sequence[torch.Tensor]]"
 
 
 @dataclass(slots=True)
@@ -44,7 +43,7 @@ class _Leaving:
     """A block on the device, whose parts stand under ``name`` in containers until it is on the host."""
 
     block: torch.Tensor
-    split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    split: _Split
     parts: Sequence[torch.Tensor]
     containers: Sequence[Any]
     name: Any
@@ -110,36 +109,35 @@ class LiveBuffers:
         dtype. Runner-owned fields and MTP inputs are dropped (M9, E6). Raises
         :class:`~omni_npu_phase.contract.ContractError` (E9) for a group that is no dictionary; nothing is written then.
         """
-        infos = self.of(request_ids)
-        merged: list[tuple[Any, Any, dict[Any, Any]]] = []
+        infos, resident = self.of(request_ids), self._resident
+        columns: dict[Key, list[tuple[Any, Any]]] | None = None
+        if len(infos) > 1:
+            groups = [
+                id(self._group(request_id, info, key))
+                for request_id, info, update in zip(request_ids, infos, updates, strict=True)
+                for key, value in update.items()
+                if isinstance(value, dict) and value and key not in NEVER_STORED
+            ]
+            # Of requests that share a group the last one's value stays, of whatever kind.
+            columns = {} if len(set(groups)) == len(groups) else None
         for request_id, info, update in zip(request_ids, infos, updates, strict=True):
-            flat = {}
             for key, value in update.items():
                 if key in NEVER_STORED:
                     continue
                 if not isinstance(value, dict):
-                    flat[key] = value
-                elif value:
-                    merged.append((self._group(request_id, info, key), key, value))
-                else:
-                    # Where there is nothing to merge, anything may stand in the group's place.
-                    info.setdefault(key, {})
-            if flat:
-                merged.append((info, _TOP, flat))
-        if len(infos) > 1 and len({id(group) for group, _, _ in merged}) < len(merged):
-            # Requests share a group: the last one's values stay, of whatever kind.
-            for request_id, update in zip(request_ids, updates, strict=True):
-                self.store((request_id,), (update,))
-            return
-        columns: dict[Key, list[tuple[Any, Any]]] = {}
-        for group, key, values in merged:
-            for name, value in values.items():
-                if type(value) in _PLAIN:
-                    group[name] = value
-                else:
-                    columns.setdefault((key, name), []).append((group, value))
-        for column_key, column in columns.items():
-            self._place_column(column, column_key[1], column_key in self._resident)
+                    self._place(info, key, value, False)
+                    continue
+                # Where there is nothing to merge, anything may stand in the group's place.
+                group = self._group(request_id, info, key) if value else info.setdefault(key, {})
+                for name, inner in value.items():
+                    if type(inner) in _PLAIN:
+                        group[name] = inner
+                    elif columns is None:
+                        self._place(group, name, inner, (key, name) in resident)
+                    else:
+                        columns.setdefault((key, name), []).append((group, inner))
+        for column_key, column in columns.items() if columns else ():
+            self._place_column(column, column_key[1], column_key in resident)
         self._mirror(request_ids, infos)
 
     def store_codes(self, request_ids: Sequence[str], key: Key, codes: Any, marks: Mapping[Key, torch.Tensor]) -> None:
@@ -179,7 +177,9 @@ class LiveBuffers:
 
     @property
     def _resident(self) -> Any:
-        return getattr(getattr(self._runner, "model", None), "gpu_resident_buffer_keys", ())
+        # Nothing leaves the host.
+        model = None if self._helper.is_host else getattr(self._runner, "model", None)
+        return getattr(model, "gpu_resident_buffer_keys", ())
 
     def _mirror(self, request_ids: Sequence[str], infos: Sequence[Any]) -> None:
         requests = self._runner.requests
@@ -188,7 +188,7 @@ class LiveBuffers:
 
     def _place_column(self, column: Sequence[tuple[Any, Any]], name: Any, resident: bool) -> None:
         """Put a value of each container under ``name`` of it, owned."""
-        block = self._stacked([value for _, value in column]) if len(column) > 1 else None
+        block = self._stacked([value for _, value in column])
         if block is not None:
             self._put(block, torch.unbind, [container for container, _ in column], name, resident)
         else:
@@ -209,7 +209,9 @@ class LiveBuffers:
     def _place(self, container: Any, name: Any, value: Any, resident: bool) -> None:
         """Put a value under ``name`` of a container, owned."""
         if isinstance(value, torch.Tensor):
-            self._put(self._helper.snapshot(value), _alone, (container,), name, resident)
+            container[name] = owned = self._helper.snapshot(value)
+            if not self._helper.is_host:
+                self._leave(owned, _alone, (owned,), (container,), name, resident=resident)
         elif isinstance(value, list):
             container[name] = items = list(value)
             for index, item in enumerate(items):
@@ -220,20 +222,17 @@ class LiveBuffers:
         else:
             container[name] = owned_copy(value, self._helper)
 
-    def _put(
-        self,
-        block: torch.Tensor,
-        split: Callable[[torch.Tensor], Sequence[torch.Tensor]],
-        containers: Sequence[Any],
-        name: Any,
-        resident: bool,
-    ) -> None:
+    def _put(self, block: torch.Tensor, split: _Split, containers: Sequence[Any], name: Any, resident: bool) -> None:
         """Put each part of an owned block, as ``split`` gives them, under ``name`` of its container."""
         parts = split(block)
         for container, part in zip(containers, parts, strict=True):
             container[name] = part
-        if not (resident or self._helper.is_host or block.is_cpu):
-            self._writes.leaving.append(_Leaving(block, split, parts, containers, name))
+        self._leave(block, split, parts, containers, name, resident=resident)
+
+    def _leave(self, block: torch.Tensor, *rest: Any, resident: bool) -> None:
+        """Have a block leave the device, if it is on one and not resident."""
+        if not (resident or block.is_cpu or self._helper.is_host):
+            self._writes.leaving.append(_Leaving(block, *rest))
 
 
 def _alone(block: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -135,7 +135,7 @@ class Port(ABC):
         """Merge each row's update into its own request's live buffer, owned (R8, T9)."""
 
     @abstractmethod
-    def fill_mtp(self, position: int, where: Rows, *parts: torch.Tensor) -> None:
+    def fill_mtp(self, position: int, where: Rows, parts: list[torch.Tensor]) -> None:
         """Put rows into the MTP batch, from ``position`` on (T1); their embeddings may wait for MTP's own (T4).
 
         ``parts``: their token ids, embeddings, hidden states and text steps.

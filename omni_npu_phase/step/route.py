@@ -39,38 +39,37 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> Non
     plan.write_fields(run.rows, infos)
     where = port.locate(run)
     given = port.lend_ids(where)
-    call = port.hook_call(BATCHED_HOOK, run.rows)
     raw = port.call_batch(run, infos, given)
+    call = port.hook_call(BATCHED_HOOK, run.rows)
     ids, embeds, hidden, text_step, updates = results.batch_result(call, raw, given_ids=given, mtp_width=port.mtp_width)
     port.store_updates(run.rows, updates)
     if port.mtp_width is None:
         port.write_rows(where, ids, embeds)
     else:
         # The ids lent to it may have been changed in place: MTP is given what the hook left.
-        port.fill_mtp(len(in_mtp), where, given if ids is None else ids, embeds, hidden, text_step)
+        port.fill_mtp(len(in_mtp), where, [given if ids is None else ids, embeds, hidden, text_step])
         port.write_rows(where, ids, None)
         in_mtp.extend(run.rows)
 
 
 def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None:
     call = port.hook_call(SCALAR_HOOK, run.rows)
-    for row, ids, embeds in zip(run.rows, *_slices(plan, port, run.rows), strict=True):
-        alone = (row,)
+    infos = port.infos(run.rows)
+    for row, info, ids, embeds in zip(run.rows, infos, *_slices(plan, port, run.rows), strict=True):
         call.requests = (plan.request_ids[row],)
-        infos = port.infos(alone)
-        plan.write_fields(alone, infos)
-        raw = port.call_scalar(row, infos[0], ids, embeds)
+        plan.write_fields((row,), (info,))
+        raw = port.call_scalar(row, info, ids, embeds)
         width = port.mtp_width if plan.eligible[row] else None
         rows, new_ids, new_embeds, updates, mtp_inputs = results.scalar_result(
             call, raw, span=plan.spans[row], given_ids=ids, mtp_width=width
         )
         if updates:
-            port.store_updates(alone, (updates,))
+            port.store_updates((row,), (updates,))
         where = slice(plan.offsets[row], plan.offsets[row] + rows)
         if mtp_inputs is None:
             port.write_rows(where, new_ids, new_embeds)
         else:
-            port.fill_mtp(len(in_mtp), where, ids if new_ids is None else new_ids, new_embeds, *mtp_inputs)
+            port.fill_mtp(len(in_mtp), where, [ids if new_ids is None else new_ids, new_embeds, *mtp_inputs])
             port.write_rows(where, new_ids, None)
             in_mtp.append(row)
 

@@ -301,8 +301,8 @@ class RunnerPort(Port):
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         self._live.store(of_rows(rows, self.plan.request_ids), updates)
 
-    def fill_mtp(self, position: int, where: Rows, *parts: torch.Tensor) -> None:
-        self._mtp.fill(position, len(parts[0]), list(parts))
+    def fill_mtp(self, position: int, where: Rows, parts: list[torch.Tensor]) -> None:
+        self._mtp.fill(position, parts[0].shape[0], parts)
 
     def run_mtp(self, rows: Sequence[int]) -> None:
         offsets = list(of_rows(rows, self.plan.offsets))

@@ -208,7 +208,7 @@ class StatePort(Port):
             return value
         return owned_copy(value, self.helper)
 
-    def fill_mtp(self, position: int, where: Rows, *parts: torch.Tensor) -> None:
+    def fill_mtp(self, position: int, where: Rows, parts: list[torch.Tensor]) -> None:
         _, embeds, hidden, text_step = parts
         stop = position + hidden.shape[0]
         self.helper.copy(self._hidden[position:stop], hidden)

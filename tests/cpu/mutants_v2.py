@@ -50,8 +50,8 @@ def _always_mtp(original: Any, port: Any, *args: Any) -> None:
     port.mtp_width = port.embeds.shape[-1]
 
 
-def _packed_from_behind(original: Any, port: Any, position: int, *parts: Any) -> None:
-    original(port, sum(port.plan.eligible) - position - len(parts[-1]), *parts)
+def _packed_from_behind(original: Any, port: Any, position: int, where: Any, parts: list[Any]) -> None:
+    original(port, sum(port.plan.eligible) - position - len(parts[-1]), where, parts)
 
 
 def _last_rows_only(original: Any, port: Any, rows: Sequence[int]) -> None:
