@@ -16,7 +16,7 @@ Two rules decide what becomes of a tensor in an update.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -35,7 +35,6 @@ _LARGE = 1 << 12
 
 Key: TypeAlias = "tuple[Any, Any]"
 """A group of the live buffer, and a name in it."""
-_Split: TypeAlias = "Callable[[torch.Tensor], Sequence[torch.Tensor]]"
 
 
 @dataclass(slots=True)
@@ -43,13 +42,13 @@ class _Leaving:
     """A block on the device, whose parts stand under ``name`` in containers until it is on the host."""
 
     block: torch.Tensor
-    split: _Split
     parts: Sequence[torch.Tensor]
     containers: Sequence[Any]
     name: Any
 
     def arrive(self, host: torch.Tensor) -> None:
-        for container, part, arrived in zip(self.containers, self.parts, self.split(host), strict=True):
+        hosts = (host,) if self.parts[0] is self.block else host.unbind()
+        for container, part, arrived in zip(self.containers, self.parts, hosts, strict=True):
             try:
                 stays = container[self.name] is part
             except LookupError:
@@ -136,8 +135,14 @@ class LiveBuffers:
                         self._place(group, name, inner, (key, name) in resident)
                     else:
                         columns.setdefault((key, name), []).append((group, inner))
-        for column_key, column in columns.items() if columns else ():
-            self._place_column(column, column_key[1], column_key in resident)
+        for (key, name), column in columns.items() if columns else ():
+            containers, values = zip(*column, strict=True)
+            block = self._stacked(values)
+            if block is not None:
+                self._put(block, containers, name, (key, name) in resident)
+            else:
+                for container, value in column:
+                    self._place(container, name, value, (key, name) in resident)
         self._mirror(request_ids, infos)
 
     def store_codes(self, request_ids: Sequence[str], key: Key, codes: Any, marks: Mapping[Key, torch.Tensor]) -> None:
@@ -152,12 +157,13 @@ class LiveBuffers:
             for group, _ in (key, *marks)
         )
         if isinstance(codes, torch.Tensor) and len(codes) == len(groups):
-            self._put(self._helper.snapshot(codes), _rows, groups, key[1], resident)
+            # Each request's is a row, not its element.
+            self._put(self._helper.snapshot(codes).unsqueeze(1), groups, key[1], resident)
         else:
             for row, group in enumerate(groups):
                 self._place(group, key[1], codes[row : row + 1], resident)
         for (mark_key, mark), mark_groups in zip(marks.items(), marked, strict=True):
-            self._put(mark, torch.unbind, mark_groups, mark_key[1], resident or mark_key in self._resident)
+            self._put(mark, mark_groups, mark_key[1], resident or mark_key in self._resident)
         self._mirror(request_ids, infos)
 
     def transfer(self) -> None:
@@ -186,23 +192,13 @@ class LiveBuffers:
         for request_id, info in zip(request_ids, infos, strict=True):
             requests[request_id].additional_information_cpu = info
 
-    def _place_column(self, column: Sequence[tuple[Any, Any]], name: Any, resident: bool) -> None:
-        """Put a value of each container under ``name`` of it, owned."""
-        block = self._stacked([value for _, value in column])
-        if block is not None:
-            self._put(block, torch.unbind, [container for container, _ in column], name, resident)
-        else:
-            for container, value in column:
-                self._place(container, name, value, resident)
-
     def _stacked(self, values: Sequence[Any]) -> torch.Tensor | None:
         """Small tensors of one shape and dtype as rows of a new block; None for any others."""
         first = values[0]
-        if type(first) is not torch.Tensor or first.layout is not torch.strided or first.numel() > _LARGE:
-            return None
         try:
-            # Only of different dtypes would a stack be made nonetheless.
-            return self._helper.stack(values) if {value.dtype for value in values} == {first.dtype} else None
+            # Of different dtypes a stack would be made nonetheless.
+            alike = first.layout is torch.strided and {value.dtype for value in values} == {first.dtype}
+            return self._helper.stack(values) if alike and first.numel() <= _LARGE else None
         except (AttributeError, RuntimeError, TypeError):
             return None
 
@@ -210,8 +206,7 @@ class LiveBuffers:
         """Put a value under ``name`` of a container, owned."""
         if isinstance(value, torch.Tensor):
             container[name] = owned = self._helper.snapshot(value)
-            if not self._helper.is_host:
-                self._leave(owned, _alone, (owned,), (container,), name, resident=resident)
+            self._leave(owned, (owned,), (container,), name, resident)
         elif isinstance(value, list):
             container[name] = items = list(value)
             for index, item in enumerate(items):
@@ -222,25 +217,17 @@ class LiveBuffers:
         else:
             container[name] = owned_copy(value, self._helper)
 
-    def _put(self, block: torch.Tensor, split: _Split, containers: Sequence[Any], name: Any, resident: bool) -> None:
-        """Put each part of an owned block, as ``split`` gives them, under ``name`` of its container."""
-        parts = split(block)
+    def _put(self, block: torch.Tensor, containers: Sequence[Any], name: Any, resident: bool) -> None:
+        """Put each element of an owned block under ``name`` of its container."""
+        parts = block.unbind()
         for container, part in zip(containers, parts, strict=True):
             container[name] = part
-        self._leave(block, split, parts, containers, name, resident=resident)
+        self._leave(block, parts, containers, name, resident)
 
-    def _leave(self, block: torch.Tensor, *rest: Any, resident: bool) -> None:
+    def _leave(self, block: torch.Tensor, parts: Any, containers: Sequence[Any], name: Any, resident: bool) -> None:
         """Have a block leave the device, if it is on one and not resident."""
-        if not (resident or block.is_cpu or self._helper.is_host):
-            self._writes.leaving.append(_Leaving(block, *rest))
-
-
-def _alone(block: torch.Tensor) -> Sequence[torch.Tensor]:
-    return (block,)
-
-
-def _rows(block: torch.Tensor) -> Sequence[torch.Tensor]:
-    return block.split_with_sizes([1] * len(block))
+        if not (self._helper.is_host or resident or block.is_cpu):
+            self._writes.leaving.append(_Leaving(block, parts, containers, name))
 
 
 def owned_copy(value: Any, helper: BufferHelper, within: tuple[int, ...] = ()) -> Any:

@@ -78,6 +78,9 @@ class Call:
             raise self.error(clause, expected, f"{len(values)} values")
         return values
 
+    def room(self, rows: int) -> Any:
+        return self.embeds.new_empty(rows, self.width)
+
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, type(self.embeds))
 
@@ -90,17 +93,14 @@ class Call:
             and value.device == self.device
         )
 
-    def as_released(
-        self, clause: str, name: str, shape: tuple[int, ...], value: Any, write: _Write | None, like: Any = None
-    ) -> Any:
-        """What the released runner's ``write`` makes of a value in a tensor of ``shape``, like the step's embeddings.
+    def as_released(self, clause: str, name: str, place: Any, value: Any, write: _Write | None) -> Any:
+        """What the released runner's ``write`` makes of a value in a new tensor, ``place``.
 
-        ``write``: None where the released runner takes nothing that does not fit. ``like``: another tensor to take
-        dtype and device from. Warns; raises where ``strict`` is, or the value cannot be written.
+        ``write``: None where it takes nothing that does not fit. Warns; raises where ``strict`` is, or the value cannot
+        be written.
         """
-        place = (self.embeds if like is None else like).new_empty(shape)
-        dtype = "a floating" if like is None else "an integer"
-        expected = f"{name} of shape {shape} and {dtype} dtype on {place.device}"
+        dtype = "a floating" if place.is_floating_point() else "an integer"
+        expected = f"{name} of shape {tuple(place.shape)} and {dtype} dtype on {place.device}"
         if write is None:
             raise self.error(clause, expected, _kind(value))
         try:
@@ -164,7 +164,7 @@ def batch_result(
     if not call.fits(embeds, (count, call.width)):
         # With MTP the released runner writes by index, and takes nothing else.
         rows = mtp_width is None and call.is_tensor(embeds) and embeds.ndim == 2 and len(embeds) == count
-        embeds = call.as_released("E5b", "inputs_embeds", (count, call.width), embeds, _copy if rows else None)
+        embeds = call.as_released("E5b", "inputs_embeds", call.room(count), embeds, _copy if rows else None)
     ids = None if ids is given_ids else _ids(call, "E5b", ids, count, given_ids)
     try:
         updates = list(updates)
@@ -192,7 +192,7 @@ def mtp_result(call: Call, raw: Any, *, exact: bool = True) -> tuple[Any, Any]:
         embeds = embeds[:count]
     if not call.fits(embeds, shape):
         fills = call.is_tensor(embeds) and embeds.ndim and (embeds.shape == shape or not exact)
-        embeds = call.as_released("T4", "inputs_embeds", shape, embeds, _copy if fills else None)
+        embeds = call.as_released("T4", "inputs_embeds", call.room(count), embeds, _copy if fills else None)
     if codes is None:
         return embeds, None
     try:
@@ -218,11 +218,10 @@ def _scalar_embeds(call: Call, embeds: Any, span: int, in_mtp: bool) -> tuple[in
         call.deviation("E5", "rows", f"{span} embedding rows", str(len(embeds)))
     if embeds.ndim > 1 or not in_mtp:
         embeds = embeds[:rows]
-    shape = (rows, call.width)
-    if call.fits(embeds, shape):
+    if call.fits(embeds, (rows, call.width)):
         return rows, embeds
     # Into the MTP batch the released runner copies; into the step's buffer it assigns, which takes further shapes.
-    return rows, call.as_released("E5", "inputs_embeds", shape, embeds, _copy if in_mtp else _assign)
+    return rows, call.as_released("E5", "inputs_embeds", call.room(rows), embeds, _copy if in_mtp else _assign)
 
 
 def _ids(call: Call, clause: str, ids: Any, count: int, given_ids: Any) -> Any:
@@ -237,7 +236,7 @@ def _ids(call: Call, clause: str, ids: Any, count: int, given_ids: Any) -> Any:
     fractional = ids.dtype.is_floating_point or ids.dtype.is_complex or "bool" in str(ids.dtype)
     if (ids.dtype is given_ids.dtype or not fractional) and ids.device == given_ids.device:
         return ids
-    return call.as_released(clause, "input_ids", (count,), ids, _assign, like=given_ids)
+    return call.as_released(clause, "input_ids", given_ids.new_empty(count), ids, _assign)
 
 
 def _mtp_inputs(call: Call, updates: Any, shape: tuple[int, int]) -> tuple[Any, Any] | None:
@@ -256,7 +255,9 @@ def _mtp_inputs(call: Call, updates: Any, shape: tuple[int, int]) -> tuple[Any, 
 def _mtp_rows(call: Call, clause: str, name: str, value: Any, shape: tuple[int, int]) -> Any:
     """Hidden states or a text step as rows of the MTP batch. They may lie on the host, where some models keep them."""
     on_host = call.is_tensor(value) and value.is_cpu and value.shape == shape and value.dtype.is_floating_point
-    return value if on_host or call.fits(value, shape) else call.as_released(clause, name, shape, value, _copy)
+    if on_host or call.fits(value, shape):
+        return value
+    return call.as_released(clause, name, call.embeds.new_empty(shape), value, _copy)
 
 
 def _kind(value: Any) -> str:

@@ -67,7 +67,7 @@ class PhaseStateMixin(PhaseMixin):
         if not rows:
             return
         plan = phase.plan = plan_of(input_batch, req_states, rows, buffer_rows=len(embeds))
-        port = StatePort(self, phase, plan, input_batch, rows, ids, embeds, mtp_batch_descriptor_dispatcher)
+        port = StatePort(self, phase, plan, input_batch, ids, embeds, mtp_batch_descriptor_dispatcher)
         self._stage_batched_preprocess_inputs(port.slots, embeds.device)
         preprocess_batch = getattr(self.model, "preprocess_batch_mrv2", None)
         prefill = [row for row in range(len(plan)) if plan.prefill[row]]
@@ -110,13 +110,14 @@ def _rows_with_hooks(state: Any, phase: Phase, input_batch: Any, req_states: Any
         live_id = live.get("req_id")
         if str(live_id).startswith(v2.WARMUP):
             continue
-        for missing, what in (
-            (slots_by_id.get(request_id) != slot, "a request state"),
-            (prompt_lens is None, "a prompt length on the host"),
-            (progress is None or len(progress) != input_batch.num_reqs, "a progress on the host, one per row"),
-        ):
-            if missing:
-                raise ContractError("E4", requests=[request_id], rows=[row], expected=what, actual="none")
+        missing = (
+            "a request state" if slots_by_id.get(request_id) != slot
+            else "a prompt length on the host" if prompt_lens is None
+            else "a progress on the host, one per row" if progress is None or len(progress) != input_batch.num_reqs
+            else ""
+        )  # fmt: skip
+        if missing:
+            raise ContractError("E4", requests=[request_id], rows=[row], expected=missing, actual="none")
         if live_id is None:
             error = ContractError("E4", requests=[request_id], rows=[row], expected="a live buffer", actual="none")
             phase.deviations.report(state.model, "live buffer", error)
@@ -141,24 +142,14 @@ class StatePort(Port):
     """The V2 model state as the route sees it."""
 
     def __init__(
-        self,
-        state: Any,
-        phase: Phase,
-        plan: StepPlan,
-        batch: Any,
-        rows: list[int],
-        ids: Any,
-        embeds: Any,
-        dispatcher: Any,
+        self, state: Any, phase: Phase, plan: StepPlan, batch: Any, ids: Any, embeds: Any, dispatcher: Any
     ) -> None:
-        """``batch``: the input batch, of which the plan's rows are ``rows``."""
         super().__init__(phase, plan, state.model, ids, embeds)
         self._state = state
         self._batch = batch
-        self._batch_rows = rows
         self._dispatcher = dispatcher
         self.index = {request_id: row for row, request_id in enumerate(batch.req_ids)}
-        self.slots = batch.idx_mapping_np[rows].tolist()
+        self.slots = [int(batch.idx_mapping_np[self.index[request_id]]) for request_id in plan.request_ids]
         self.has_batched_hook = callable(state._decode_preprocess)
         self.gathers = callable(getattr(self.model, v2.GATHERING_HOOK, None))
         self._resident: Any = getattr(self.model, "gpu_resident_buffer_keys", set())
@@ -185,28 +176,18 @@ class StatePort(Port):
     def store_updates(self, rows: Sequence[int], updates: Sequence[Any]) -> None:
         slots = [self.slots[row] for row in rows]
         # The released code takes out of the dictionaries what it has stored, and a hook may have returned live ones.
-        own = [self._two_levels(update) if isinstance(update, dict) else {} for update in updates]
+        own = [
+            {
+                key: dict(value) if isinstance(value, dict) else value
+                for key, value in owned_copy(update, self.helper).items()
+                if key not in NEVER_STORED
+            }
+            for update in updates
+        ]
         if len(rows) > 1:
             self._state._write_batched_gpu_preprocess_updates(slots, own, self._resident)
         for slot, update in zip(slots, own, strict=True):
             self._state.intermediate_buffer.update(slot, update, self._resident)
-
-    def _two_levels(self, update: dict[Any, Any]) -> dict[Any, Any]:
-        return {
-            key: {inner: self._owned(own) for inner, own in value.items()}
-            if isinstance(value, dict)
-            else self._owned(value)
-            for key, value in update.items()
-            if key not in NEVER_STORED
-        }
-
-    def _owned(self, value: Any) -> Any:
-        """What the released code would store as it is, so that the hook can go on using it (T9)."""
-        if isinstance(value, list):
-            return [self._owned(item) for item in value]
-        if isinstance(value, torch.Tensor) and not value.device.type == self.helper.device.type == "cpu":
-            return value
-        return owned_copy(value, self.helper)
 
     def fill_mtp(self, position: int, where: Rows, parts: list[torch.Tensor]) -> None:
         _, embeds, hidden, text_step = parts
@@ -223,7 +204,7 @@ class StatePort(Port):
         for start in range(0, len(rows), size):
             some = slice(start, start + size)
             packed = self._hidden[some], self._text_step[some]
-            batch = [(self._batch_rows[row], self.plan.offsets[row], packed) for row in rows[some]]
+            batch = [(self.index[self.plan.request_ids[row]], self.plan.offsets[row], packed) for row in rows[some]]
             self._state._run_batched_mtp(
                 batch, self.ids, self.embeds, self._batch, self._resident, self._dispatcher, prepacked_mtp_inputs=packed
             )
