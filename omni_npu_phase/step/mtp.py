@@ -73,25 +73,29 @@ class TalkerMtp:
         """
         generators = self._generators(call.requests)
         per_row = getattr(call.model, "talker_mtp_accepts_per_row_generators", False)
-        if len(offsets) > 1 and any(generators) and not per_row:
-            self._run_row_by_row(call, offsets, generators)
-        else:
-            self._run_once(call, offsets, generators)
+        if len(offsets) == 1 or per_row or not any(generators):
+            self._run_once(call, offsets, generators, 0)
+            return
+        # A generator is one stream: shared by a batch, it would make a seeded request depend on its neighbours (T8).
+        for row, offset in enumerate(offsets):
+            alone = replace(call, requests=call.requests[row : row + 1])
+            self._run_once(alone, [offset], generators[row : row + 1], row)
 
-    def _run_once(self, call: Call, offsets: Sequence[int], generators: _Generators) -> None:
+    def _run_once(self, call: Call, offsets: Sequence[int], generators: _Generators, first: int) -> None:
+        """Run MTP for rows of the input buffers from ``first`` on."""
         runner, runtime, count = self._runner, self._runtime, len(offsets)
         # A wrong key is refused before anything of MTP's is written.
         keywords, key = self._keywords(call, generators), output_key(call.model)
         mode, descriptor, padded = runtime.mtp_graph(runner, count)
-        # A replay ignores keywords, and with them the request's own generator (T8).
-        if not runtime.is_graph(runner) or "generator" in keywords or "generators" in keywords:
+        # A replay ignores keywords, and with them the request's own generator (T8). It reads from the first row on.
+        if first or any(generators) or not runtime.is_graph(runner):
             mode, padded = runtime.eager(), count
         # A replayed row repeats a draw that was made before, and leaves its generator where it was (E3).
         seeded = zip(call.requests, generators, strict=True) if any(generators) else ()
         replayed = [(one, one.get_state()) for request_id, one in seeded if one and self._is_replay(request_id)]
         try:
             with runtime.forward_context(runner.vllm_config, mode, descriptor):
-                raw = runner.talker_mtp(*(buffer[:padded] for buffer in self.inputs), **keywords)
+                raw = runner.talker_mtp(*(buffer[first : first + padded] for buffer in self.inputs), **keywords)
         finally:
             for generator, state in replayed:
                 generator.set_state(state)
@@ -102,20 +106,6 @@ class TalkerMtp:
             device = codes.device if isinstance(codes, torch.Tensor) else call.embeds.device
             marks = {mark: torch.ones(count, dtype=torch.bool, device=device)} if mark is not None else {}
             self._live.store_codes(call.requests, key, codes, marks)
-
-    def _run_row_by_row(self, call: Call, offsets: Sequence[int], generators: _Generators) -> None:
-        # A generator is one stream: shared by a batch, it would make a seeded request depend on its neighbours (T8).
-        # Every call uses the first row, where a graph captured for one row finds its inputs.
-        first_rows = [self._helper.snapshot(buffer[:1]) for buffer in self.inputs]
-        try:
-            for row, offset in enumerate(offsets):
-                for buffer in self._inputs if row else ():
-                    buffer[:1].copy_(buffer[row : row + 1])
-                alone = replace(call, requests=call.requests[row : row + 1])
-                self._run_once(alone, [offset], generators[row : row + 1])
-        finally:
-            for buffer, first_row in zip(self._inputs, first_rows, strict=True):
-                buffer[:1].copy_(first_row)
 
     def _keywords(self, call: Call, generators: _Generators) -> dict[str, Any]:
         sampling = getattr(self._runner.vllm_config.model_config, "subtalker_sampling_params", None)

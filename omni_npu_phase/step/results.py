@@ -9,15 +9,16 @@ per model; ``strict`` refuses it. If it fails, nothing was written, and the erro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from omni_npu_phase.contract import MTP_INPUTS, ContractError
 from omni_npu_phase.settings import Mode
 
 logger = logging.getLogger(__name__)
+_Write = Literal["copy", "assign"]
 
 
 class Deviations:
@@ -104,22 +105,14 @@ class Call:
         if write is None:
             raise self.error(clause, expected, _kind(value))
         try:
-            write(place, value)
+            if write == "copy":
+                place.copy_(value)
+            else:
+                place[:] = value
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise self.error(clause, expected, _kind(value)) from error
         self.deviation(clause, name, expected, _kind(value))
         return place
-
-
-_Write = Callable[[Any, Any], object]
-
-
-def _copy(place: Any, value: Any) -> None:
-    place.copy_(value)
-
-
-def _assign(place: Any, value: Any) -> None:
-    place[:] = value
 
 
 def scalar_result(
@@ -164,7 +157,7 @@ def batch_result(
     if not call.fits(embeds, (count, call.width)):
         # With MTP the released runner writes by index, and takes nothing else.
         rows = mtp_width is None and call.is_tensor(embeds) and embeds.ndim == 2 and len(embeds) == count
-        embeds = call.as_released("E5b", "inputs_embeds", call.room(count), embeds, _copy if rows else None)
+        embeds = call.as_released("E5b", "inputs_embeds", call.room(count), embeds, "copy" if rows else None)
     ids = None if ids is given_ids else _ids(call, "E5b", ids, count, given_ids)
     try:
         updates = list(updates)
@@ -192,7 +185,7 @@ def mtp_result(call: Call, raw: Any, *, exact: bool = True) -> tuple[Any, Any]:
         embeds = embeds[:count]
     if not call.fits(embeds, shape):
         fills = call.is_tensor(embeds) and embeds.ndim and (embeds.shape == shape or not exact)
-        embeds = call.as_released("T4", "inputs_embeds", call.room(count), embeds, _copy if fills else None)
+        embeds = call.as_released("T4", "inputs_embeds", call.room(count), embeds, "copy" if fills else None)
     if codes is None:
         return embeds, None
     try:
@@ -221,7 +214,7 @@ def _scalar_embeds(call: Call, embeds: Any, span: int, in_mtp: bool) -> tuple[in
     if call.fits(embeds, (rows, call.width)):
         return rows, embeds
     # Into the MTP batch the released runner copies; into the step's buffer it assigns, which takes further shapes.
-    return rows, call.as_released("E5", "inputs_embeds", call.room(rows), embeds, _copy if in_mtp else _assign)
+    return rows, call.as_released("E5", "inputs_embeds", call.room(rows), embeds, "copy" if in_mtp else "assign")
 
 
 def _ids(call: Call, clause: str, ids: Any, count: int, given_ids: Any) -> Any:
@@ -236,7 +229,7 @@ def _ids(call: Call, clause: str, ids: Any, count: int, given_ids: Any) -> Any:
     fractional = ids.dtype.is_floating_point or ids.dtype.is_complex or "bool" in str(ids.dtype)
     if (ids.dtype is given_ids.dtype or not fractional) and ids.device == given_ids.device:
         return ids
-    return call.as_released(clause, "input_ids", given_ids.new_empty(count), ids, _assign)
+    return call.as_released(clause, "input_ids", given_ids.new_empty(count), ids, "assign")
 
 
 def _mtp_inputs(call: Call, updates: Any, shape: tuple[int, int]) -> tuple[Any, Any] | None:
@@ -257,7 +250,7 @@ def _mtp_rows(call: Call, clause: str, name: str, value: Any, shape: tuple[int, 
     on_host = call.is_tensor(value) and value.is_cpu and value.shape == shape and value.dtype.is_floating_point
     if on_host or call.fits(value, shape):
         return value
-    return call.as_released(clause, name, call.embeds.new_empty(shape), value, _copy)
+    return call.as_released(clause, name, call.embeds.new_empty(shape), value, "copy")
 
 
 def _kind(value: Any) -> str:

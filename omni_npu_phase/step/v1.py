@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import compress
 from typing import Any
 
@@ -53,16 +53,15 @@ class PhaseRoutingMixin(PhaseMixin):
         # An unknown runner is refused before anything of the step has happened.
         tools = _tools_of(self, phase)
         plan = phase.plan = plan_of(self, scheduler_output, num_input_tokens)
-        # The released code selects the step's inputs, payloads and positions, and calls no hooks.
-        model, phase.selecting = self.model, True
-        self.model = _HooksMasked(model)
+        # The released code selects the step's inputs, payloads and positions, for which it sees a model without hooks.
+        self.model.has_preprocess, phase.selecting = False, True
         try:
             ids, embeds, *passed_through = released(scheduler_output, num_input_tokens, intermediate_tensors)
             if embeds is None:
                 embeds = device_side(self.inputs_embeds)[:num_input_tokens]
                 self._collect_additional_information_for_prefill(plan.spans)
         finally:
-            self.model, phase.selecting = model, False
+            self.model.has_preprocess, phase.selecting = True, False
         if ids is None:
             ids = device_side(self.input_ids)[:num_input_tokens]
 
@@ -84,7 +83,7 @@ class PhaseRoutingMixin(PhaseMixin):
     def _collect_additional_information_for_prefill(self, num_scheduled_tokens_np: Any) -> None:
         """Overlay prompt embeddings on the prompt rows of the step; requests may lack prompt_token_ids (E1)."""
         phase = phase_of(self)
-        if phase.selecting and phase.plan is not None:
+        if phase.selecting and phase.plan:
             embeds = device_side(self.inputs_embeds)
             _overlay_prompt_embeds(phase.plan, self.requests, embeds, phase.helper(embeds.device))
         else:
@@ -188,8 +187,7 @@ def layout_of(plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> dict[s
 def _starts(runner: Any, rows: int) -> list[int]:
     """Where each row begins in the step's buffers, from the host half of the pair that the released code reads."""
     starts = runner.query_start_loc.cpu
-    offsets: list[int] = (starts() if callable(starts) else starts)[:rows].tolist()
-    return offsets
+    return (starts() if callable(starts) else starts)[:rows].tolist()  # type: ignore[no-any-return]
 
 
 def _of_each(request_ids: Sequence[str], known: Mapping[str, Any], what: str) -> list[Any]:
@@ -202,9 +200,10 @@ def _of_each(request_ids: Sequence[str], known: Mapping[str, Any], what: str) ->
 
 def prompt_lens_of(request_ids: Sequence[str], states: Sequence[Any]) -> list[int]:
     """The prompt length of each request (M3); of one without token ids, its number of prompt embedding rows (E1)."""
-    with suppress(AttributeError, TypeError):
+    try:
         return [len(state.prompt_token_ids) for state in states]
-    lengths = []
+    except (AttributeError, TypeError):
+        lengths = []
     for row, (request_id, state) in enumerate(zip(request_ids, states, strict=True)):
         token_ids = getattr(state, "prompt_token_ids", None)
         length = getattr(state, "num_prompt_tokens", None) if token_ids is None else len(token_ids)
@@ -219,41 +218,16 @@ def _overlay_prompt_embeds(
     plan: StepPlan, requests: Mapping[str, Any], embeds: torch.Tensor, helper: BufferHelper
 ) -> None:
     for row in compress(range(len(plan)), plan.prefill):
-        request_id = plan.request_ids[row]
+        request_id, start, computed = plan.request_ids[row], plan.offsets[row], plan.num_computed[row]
         prompt_embeds = getattr(requests[request_id], "prompt_embeds_cpu", None)
-        if prompt_embeds is None:
-            continue
-        start, computed = plan.offsets[row], plan.num_computed[row]
-        rows = min(plan.spans[row], plan.prompt_lens[row] - computed)
-        own = prompt_embeds[computed : computed + rows]
-        shape = (rows, embeds.shape[-1])
-        if own.shape != shape:
-            expected, actual = f"prompt embeddings of shape {shape} from position {computed}", str(tuple(own.shape))
-            raise ContractError("E1", requests=[request_id], rows=[row], expected=expected, actual=actual)
-        helper.copy(embeds[start : start + rows], own)
-
-
-class _HooksMasked:
-    """A model as it is, but without per-row hooks: what the released code sees while it selects the step's inputs."""
-
-    has_preprocess = False
-
-    def __init__(self, model: Any) -> None:
-        vars(self)["_masked"] = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_masked"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._masked, name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._masked(*args, **kwargs)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        # isinstance checks of the released code ask what the model is, not what stands before it.
-        return type(self._masked)
+        if prompt_embeds is not None:
+            rows = min(plan.spans[row], plan.prompt_lens[row] - computed)
+            place, own = embeds[start : start + rows], prompt_embeds[computed : computed + rows]
+            if own.shape != place.shape:
+                expected = f"prompt embeddings of shape {tuple(place.shape)} from position {computed}"
+                actual = str(tuple(own.shape))
+                raise ContractError("E1", requests=[request_id], rows=[row], expected=expected, actual=actual)
+            helper.copy(place, own)
 
 
 class RunnerPort(Port):
