@@ -146,6 +146,16 @@ def _clause(line: str) -> Clause:
 CLAUSES: Mapping[str, Clause] = {clause.id: clause for clause in map(_clause, _CLAUSES.splitlines())}
 """Every clause by id, in the contract's order: the one source of reports, docs checks and error messages."""
 
+_REPLAY_CLAUSES = """\
+X1+  A row whose positions were all handed over before gets the same again; no hook, MTP, draw or store is made for it.
+X2+  A row that goes beyond what is kept is routed as the row of its new part.
+X3+  Kept rows belong to one request and its prompt: another prompt, another request or a gap in them ends them.
+X4+  Without the switch, and for a request that goes without, every other clause holds unchanged.
+"""
+
+REPLAY_CLAUSES: Mapping[str, Clause] = {clause.id: clause for clause in map(_clause, _REPLAY_CLAUSES.splitlines())}
+"""The clauses of exact replay, by which a runner is judged only where that is switched on."""
+
 
 class ContractError(RuntimeError, ValueError):
     """A step that breaks the contract, or would: what was expected of whom, and what was there instead.

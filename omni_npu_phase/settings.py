@@ -10,6 +10,10 @@ from typing import Literal, cast, get_args
 
 MODE_VARIABLE = "OMNI_NPU_PHASE"
 """``on`` (the default), ``strict`` or ``off``."""
+REPLAY_VARIABLE = "OMNI_NPU_PHASE_REPLAY"
+"""``exact`` gives a preempted request back what the forward pass was given before; ``off`` is the default."""
+REPLAY_MIB_VARIABLE = "OMNI_NPU_PHASE_REPLAY_MIB"
+"""Device memory that exact replay may take in a runner, in MiB; 256 unless it is set."""
 TRACE_VARIABLE = "OMNI_NPU_PHASE_TRACE"
 """Folder for trace files; unset or empty for none."""
 TRACE_HOOKS_VARIABLE = "OMNI_NPU_PHASE_TRACE_HOOKS"
@@ -30,6 +34,22 @@ def chosen_mode(own: str | None = None) -> Mode:
     if mode not in get_args(Mode):
         raise ValueError(f"phase_mode and {MODE_VARIABLE} take off, on or strict, not {mode!r}")
     return cast(Mode, mode)
+
+
+def replays_exactly(own: str | None = None) -> bool:
+    """Whether ``own``, or what OMNI_NPU_PHASE_REPLAY says, is ``exact``. Raises ValueError for what is unknown."""
+    chosen = (own or os.environ.get(REPLAY_VARIABLE) or "off").lower()
+    if chosen not in ("exact", "off"):
+        raise ValueError(f"phase_replay and {REPLAY_VARIABLE} take exact or off, not {chosen!r}")
+    return chosen == "exact"
+
+
+def replay_bytes() -> int:
+    """How many bytes exact replay may take in a runner. Raises ValueError for what is no number of MiB."""
+    chosen = os.environ.get(REPLAY_MIB_VARIABLE) or "256"
+    if not chosen.isdecimal():
+        raise ValueError(f"{REPLAY_MIB_VARIABLE} takes a number of MiB, not {chosen!r}")
+    return int(chosen) << 20
 
 
 def trace_folder() -> Path | None:

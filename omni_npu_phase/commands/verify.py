@@ -17,7 +17,7 @@ from rich.table import Table
 
 from omni_npu_phase.commands import console
 from omni_npu_phase.conformance import report as reports
-from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario
+from omni_npu_phase.conformance.scenarios import BY_ID, Scenario, to_judge
 
 if TYPE_CHECKING:
     from omni_npu_phase.conformance.verify import Mode
@@ -171,7 +171,7 @@ def _chosen_scenarios(ids: Sequence[str] | None) -> tuple[Scenario, ...]:
     unknown = [wanted for wanted in ids or () if wanted not in BY_ID]
     if unknown:
         console.stop(f"no scenario {', '.join(unknown)}; see: omni-npu-phase verify --list")
-    return tuple(BY_ID[wanted] for wanted in ids) if ids else SCENARIOS
+    return tuple(BY_ID[wanted] for wanted in ids) if ids else to_judge()
 
 
 def _read_xfails(path: Path | None) -> dict[str, str]:

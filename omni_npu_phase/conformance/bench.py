@@ -102,6 +102,7 @@ class Bench:
         runner.max_num_reqs = sizes.requests
         runner.model = model
         runner.phase_mode = self.variant.mode
+        runner.phase_replay = "exact" if setting.replay else "off"
         runner.supports_mm_inputs, runner.enable_prompt_embeds = setting.multimodal, setting.ids_absent
         runner.uses_mrope, runner.uses_xdrope_dim = False, 0
         runner.is_pooling_model = runner.is_multimodal_raw_input_only_model = False
@@ -191,7 +192,7 @@ class Bench:
         """The step up to the model forward; gives the token ids and embeddings that the forward gets, and more."""
         scheduled = scheduler_output(self.claimed(rows), reverse=self.setting.scheduled_reversed)
         outputs: Sequence[Any] = self.runner._preprocess(scheduled, buffer_rows)
-        self.runner._gather_runtime_additional_information()
+        self.forward: list[Any] = self.runner._gather_runtime_additional_information()
         return outputs
 
     def postprocess(self, rows: Step) -> None:
@@ -204,8 +205,11 @@ class Bench:
         """Bring request states and input batch to these rows, with vLLM's own add, remove, condense and swap."""
         runner, batch = self.runner, self.runner.input_batch
         wanted = [row.request for row in rows]
-        for request in [known for known in batch.req_ids if known not in wanted]:
+        ended = {row.request for row in rows if row.anew == "request"}
+        for request in [known for known in batch.req_ids if known not in wanted or known in ended]:
             batch.remove_request(request)
+        for request in ended:
+            del runner.requests[request], runner.model_intermediate_buffer[request], self.sampled[request]
         for row in rows:
             state = runner.requests.get(row.request)
             if state is None:
@@ -214,7 +218,9 @@ class Bench:
                     runner.model_intermediate_buffer[row.request] = self.new_info(row.request)
                 if row.request in self.setting.no_dictionary:
                     runner.model_intermediate_buffer[row.request] = ["no dictionary"]
-            elif state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt_len:
+            elif row.anew == "prompt" or (
+                state.prompt_token_ids is not None and len(state.prompt_token_ids) != row.prompt_len
+            ):
                 state.prompt_token_ids = self.prompt(row)
                 state.num_prompt_tokens = row.prompt_len
                 state.output_token_ids.clear()
@@ -359,7 +365,7 @@ class StateBench(Bench):
             )
         self.slots: dict[str, int] = {}
         state: Any = cls(self._vllm_config(), self.model, None, self.device)
-        state.phase_mode = self.variant.mode
+        state.phase_mode, state.phase_replay = self.variant.mode, "off"
         if self.variant.mtp and self.setting.padded:
             state._mtp_runner = captured(self.model.mtp)
         return state

@@ -37,6 +37,10 @@ class StepRecord:
     last_later: dict[str, list[float] | None] = field(default_factory=dict)
     live: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Each request's live buffer as the model forward found it."""
+    forward: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the model forward was handed of each live buffer, and the live buffers behind the step: with exact replay
+    alone (X1)."""
+    after: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -116,6 +120,10 @@ class Drive:
         step.embeds = None if outputs[1] is None else outputs[1].float().tolist()
         step.live = {request: recording.copy_info(info) for request, info in bench.live().items()}
         step.codes = {row.request: self.stored_codes(row.request) for row in rows}
+        if self.record.scenario.setting.replay:
+            step.forward = {
+                row.request: recording.copy_info(info) for row, info in zip(rows, bench.forward, strict=True)
+            }
         self._finish_step(rows, step)
 
     def _finish_step(self, rows: Step, step: StepRecord) -> None:
@@ -127,6 +135,9 @@ class Drive:
             bench.postprocess(rows)
         bench.model.scribble()
         bench.hidden.fill_(200)
+        if self.record.scenario.setting.replay:
+            # The released runner counts outputs in them.
+            step.after = {request: _stored({**info, "generated_len": 0}) for request, info in bench.live().items()}
         for row in rows:
             step.codes_later[row.request] = self.stored_codes(row.request)
             info = bench.live().get(row.request, {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -63,7 +64,8 @@ def judge(run: Recording) -> list[Judgement]:
         findings += _judge_rows(run)
     scenario = run.scenario
     # What a malformed result or a refused step does to the other clauses is nobody's promise.
-    only = scenario.about if scenario.error or scenario.behaviour.fault else contract.CLAUSES
+    every = {**contract.CLAUSES, **contract.REPLAY_CLAUSES}
+    only = scenario.about if scenario.error or scenario.behaviour.fault else every
     mtp_ran = any(step.log.mtp for step in run.steps)
     return [
         Judgement(clause, scenario.id, str(run.variant), seen)
@@ -136,6 +138,11 @@ def _judge_rows(run: Recording) -> Iterator[Finding]:
         for check in checks:
             for clause, seen in check:
                 yield clause, before + seen if seen else ""
+                # What holds of every row holds with exact replay, too.
+                if run.scenario.setting.replay:
+                    yield from ((own, f"{before}{clause}: {seen}" if seen else "") for own in run.scenario.about)
+        for seen in _given_back(run, step, history):
+            yield from ((own, before + seen if seen else "") for own in run.scenario.about)
         history.add(step)
 
 
@@ -152,6 +159,10 @@ class _History:
         """Requests of which a decode row was recomputed."""
         self.furthest: dict[str, int] = {}
         """How far each request ever was: a decode row at or before it is a replay."""
+        self.handed: dict[tuple[int, int], tuple[int, list[float]]] = {}
+        """Token id and embedding that the forward pass was last handed at each position of each request."""
+        self.after: dict[str, dict[str, Any]] = {}
+        self._replay, self._indices = run.scenario.setting.replay, run.indices
         self._streams = {
             request: torch.Generator(run.device).manual_seed(seed)
             for request, seed in run.scenario.setting.seeds.items()
@@ -163,19 +174,50 @@ class _History:
         return 0 if stream is None else recording.draw(stream)
 
     def add(self, step: StepRecord) -> None:
-        self.rows.update({row.request: row for row in step.rows})
-        for row in step.rows:
-            self.furthest[row.request] = max(row.num_computed, self.furthest.get(row.request, -1))
+        for row, start in zip(step.rows, step.offsets, strict=True):
+            new = self.rows[row.request] = row.new or row
+            self.furthest[row.request] = max(new.num_computed, self.furthest.get(row.request, -1))
+            if self._replay and step.embeds is not None and step.returned_ids is not None:
+                for index in range(row.span):
+                    position = self._indices[row.request], row.num_computed + index
+                    self.handed[position] = step.returned_ids[start + index], step.embeds[start + index]
         self.codes_later.update(step.codes_later)
+        self.after = step.after
 
 
 def _place(run: Recording, step: StepRecord) -> list[_Placed]:
+    """The rows of a step that hooks are called for: of one with something given back, its new part (X2)."""
     placed = []
-    for row, start in zip(step.rows, step.offsets, strict=True):
-        token = run.token(row)
-        calls = [call for call in step.log.hooks if call.place == recording.place(token)]
-        placed.append(_Placed(row, start, token, calls))
+    for scheduled, start in zip(step.rows, step.offsets, strict=True):
+        row = scheduled.new
+        if row is not None:
+            token = run.token(row)
+            calls = [call for call in step.log.hooks if call.place == recording.place(token)]
+            placed.append(_Placed(row, start + scheduled.kept, token, calls))
     return placed
+
+
+def _given_back(run: Recording, step: StepRecord, history: _History) -> Iterator[str]:
+    """What is wrong with the tokens that were given back, and with the requests of which all were (X1)."""
+    seen = [recording.place(token_id) for call in step.log.hooks for token_id in call.token_ids]
+    seen += [recording.place(token_id) for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
+    for row, start in zip(step.rows, step.offsets, strict=True):
+        index, told = run.indices[row.request], f"{row.request} ({row})"
+        forward = step.forward.get(row.request, {})
+        for offset in range(row.kept):
+            place = index, row.num_computed + offset
+            yield f"{told}: a hook or MTP was called for position {place[1]}" if place in seen else ""
+            found = (step.returned_ids or [])[start + offset], (step.embeds or [])[start + offset]
+            yield "" if found == history.handed[place] else f"{told}: position {place[1]} was given something else"
+        codes = forward.get("codes", {}).get("audio")
+        if row.kept and codes is not None:
+            yield "" if len(codes) == row.span else f"{told}: the forward pass finds {len(codes)} rows of codes"
+            yield f"{told}: codes of given tokens are sent on again" if bool(codes[: row.kept].any()) else ""
+        if row.new is None:
+            kept = step.after[row.request] == history.after[row.request]
+            yield "" if kept else f"{told}: its live buffer was changed"
+            fields = {name: forward.get(name) for name in contract.FIELDS}
+            yield "" if fields == row.fields else f"{told}: the forward pass reads {fields}"
 
 
 # M: the fields.
@@ -269,7 +311,7 @@ def _batch_hook(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> It
     if run.scenario.behaviour.preprocess_batch == "absent":
         return
     calls = step.log.batch_hooks
-    wanted = [(0, [row.request for row in step.rows])]
+    wanted = [(0, [placed.row.request for placed in rows])] if rows else []
     yield "M10", "" if calls == wanted else f"preprocess_batch calls (hooks before, requests): {calls}"
     marked = all(call.info.get(recording.BATCH_MARK) == call.request_id for call in step.log.hooks)
     yield "M10", "" if marked else "a hook was not given the buffer that preprocess_batch left"
@@ -356,10 +398,10 @@ def _batches(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
     by_call: dict[int, list[int]] = {}
     for placed in rows:
         for call in placed.calls:
-            by_call.setdefault(call.call, []).append(step.rows.index(placed.row))
+            by_call.setdefault(call.call, []).append(placed.start)
     for indices in by_call.values():
         adjacent = indices == list(range(indices[0], indices[0] + len(indices)))
-        yield "R4", "" if adjacent else f"one batched call took rows {indices}"
+        yield "R4", "" if adjacent else f"one batched call took the rows at {indices}"
     order = [min(by_call[number]) for number in sorted(by_call)]
     yield "R4", "" if order == sorted(order) else "a batch was flushed after a later span"
 
@@ -433,7 +475,7 @@ def _ids(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Iterator[
         return
     new = run.scenario.behaviour.ids == "new"
     # The released scalar path copies a slice onto itself, which changes nothing; the clause is the batched hook's.
-    if not new and all(call.hook == "batched" for call in step.log.hooks):
+    if not new and all(call.hook == "batched" for call in step.log.hooks) and not any(row.kept for row in step.rows):
         yield "R7", "token ids were copied although the hooks returned them as given" if step.ids_written else ""
     for placed in rows:
         row = placed.row

@@ -18,8 +18,8 @@ from omni_npu_phase.conformance import verify
 from omni_npu_phase.conformance.models.cases import CASES
 from omni_npu_phase.conformance.models.subject import ModelUnderTest, load_model
 from omni_npu_phase.conformance.report import Parity, Report, few, read_xfails, verdict
-from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario, Variant
-from omni_npu_phase.contract import CLAUSES, Clause, Tier
+from omni_npu_phase.conformance.scenarios import BY_ID, Scenario, Variant, to_judge
+from omni_npu_phase.contract import CLAUSES, REPLAY_CLAUSES, Clause, Tier
 
 if TYPE_CHECKING:
     from omni_npu_phase.conformance.judge import Judgement
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _RUNNER_TESTS, _MODEL_TESTS = "test_clauses.py", "test_model.py"
 _SEEN = "seen."
+_KNOWN = {**CLAUSES, **REPLAY_CLAUSES}
 _ROUTING, _HELD = "routing", "held"
 _NOTHING_NAMED = "name what to judge: --phase-runner MODULE:FACTORY, --phase-model MODULE:FACTORY, or both"
 Loaded = TypeVar("Loaded")
@@ -71,18 +72,18 @@ class Kit:
 
     def runs(self) -> Iterator[tuple[Scenario, Variant]]:
         """Every run of every scenario."""
-        for scenario in SCENARIOS:
+        for scenario in to_judge():
             for variant in verify.variants(scenario, self.mode):
                 yield scenario, variant
 
     def clauses_of(self, scenario: Scenario, variant: Variant) -> list[str]:
         """The clauses of the tiers asked for that a run has a test of: those it was written for."""
-        return [clause for clause in scenario.shown(variant) if CLAUSES[clause].tier in self.tiers]
+        return [clause for clause in scenario.shown(variant) if _KNOWN[clause].tier in self.tiers]
 
     @property
     def listed_clauses(self) -> list[str]:
         """Clauses of the tiers asked for that are listed as expected failures."""
-        return [name for name in self.xfails if name in CLAUSES and CLAUSES[name].tier in self.tiers]
+        return [name for name in self.xfails if name in _KNOWN and _KNOWN[name].tier in self.tiers]
 
     @property
     def listed_cases(self) -> list[str]:
@@ -215,7 +216,7 @@ class Kit:
             self.runner,
             self.mode,
             judgements,
-            scenarios=SCENARIOS,
+            scenarios=to_judge(),
             tiers=self.tiers,
             xfails=self.xfails,
             device=self.device,
@@ -283,7 +284,7 @@ def _judgements(found: Mapping[str, Any], what: str = "clause", where: str = "sc
 
 def _read_xfails(path: Path | None) -> dict[str, str]:
     try:
-        return read_xfails(path, {*CLAUSES, *CASES})
+        return read_xfails(path, {*_KNOWN, *CASES})
     except ValueError as error:
         stop(f"--phase-xfail {path}: {error}")
 

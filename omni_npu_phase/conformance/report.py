@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from omni_npu_phase.contract import CLAUSES, Clause
+from omni_npu_phase.contract import CLAUSES, REPLAY_CLAUSES, Clause
 
 if TYPE_CHECKING:
     from omni_npu_phase.conformance.judge import Judgement
@@ -114,7 +114,7 @@ class Report:
         """Clause, tier, status, failing scenarios and what was seen: one row per clause of a mode."""
         for result in self.of(mode):
             failing = ", ".join(result.scenarios) if result.status not in ("pass", "not_applicable") else ""
-            seen = one_line(result.detail) or CLAUSES[result.id].sentence
+            seen = one_line(result.detail) or {**CLAUSES, **REPLAY_CLAUSES}[result.id].sentence
             yield result.id, result.tier, result.status, failing, seen
 
     def counts(self, mode: str) -> str:

@@ -60,14 +60,15 @@ def _rows(run: Recording, step: StepRecord, *, refused: bool) -> Iterator[tuple[
     in_mtp = [place(token_id) for call in step.log.mtp for token_id in tokens_in_mtp(run, step, call)]
     scenario, eligible = run.scenario, 0
     has_mtp = run.variant.mtp and scenario.behaviour.has_preprocess and not scenario.lacks_mtp_inputs(run.variant)
-    for row in step.rows:
+    for scheduled in step.rows:
+        row = scheduled.new or scheduled
         own = place(run.token(row))
         calls = [call for call in step.log.hooks if call.place == own]
         if refused and not calls:
             continue
         told = [[_plain(call.info.get(name)) for name in contract.FIELDS] for call in calls]
         # Rows that preprocess_batch filled get nothing else (M10).
-        hooked = scenario.behaviour.has_preprocess and row.request not in step.log.filled
+        hooked = scenario.behaviour.has_preprocess and row.request not in step.log.filled and scheduled.new is not None
         hook = "batched" if run.variant.hook == "batched" and row.shows == MTP else "scalar"
         where = f"{row.request} {row}"
         yield where, [hook] if hooked else [], [call.hook for call in calls]

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from omni_npu_phase import contract
+from omni_npu_phase.settings import replays_exactly
 
-Shows = contract.Phase | Literal["decode, MTP"]
+Shows = contract.Phase | Literal["decode, MTP", "given back"]
 PREFILL: Shows = "prefill"
 TAIL: Shows = "prefill tail"
 DECODE: Shows = "decode"
 MTP: Shows = "decode, MTP"
+GIVEN: Shows = "given back"
+"""What a row shows that has no new part (X1)."""
 
 Hook = Literal["scalar", "batched"]
 
@@ -28,12 +31,32 @@ class Row(contract.Row):
 
     request: str
     shows: Shows
+    kept: int = 0
+    """Leading tokens that are given back; the row shows what its new part is (X1, X2)."""
+    anew: Literal["", "request", "prompt"] = ""
+    """Whether its request, or the prompt of it, is another one from this step on (X3)."""
+
+    @property
+    def new(self) -> Row | None:
+        """The row of its new part; None where there is none."""
+        if self.kept == self.span:
+            return None
+        return replace(self, num_computed=self.num_computed + self.kept, span=self.span - self.kept, kept=0)
 
 
-def row(request: str, prompt_len: int, num_computed: int, span: int, shows: Shows | None = None) -> Row:
+def row(
+    request: str,
+    prompt_len: int,
+    num_computed: int,
+    span: int,
+    shows: Shows | None = None,
+    kept: int = 0,
+    anew: Literal["", "request", "prompt"] = "",
+) -> Row:
     """A row; ``shows``: what it must show, in the tables of scenarios by hand, elsewhere as the contract says."""
     lengths = contract.Row(prompt_len, num_computed, span)
-    return Row(prompt_len, num_computed, span, request, shows or (MTP if lengths.eligible else lengths.phase))
+    shown = shows or (MTP if lengths.eligible else lengths.phase)
+    return Row(prompt_len, num_computed, span, request, shown, kept, anew)
 
 
 Step = tuple[Row, ...]
@@ -122,6 +145,8 @@ class Setting:
     """Whether the scheduler's dictionary lists requests in another order than the batch (M7)."""
     generation: bool = False
     """Whether the generation runner is driven instead of the autoregressive one."""
+    replay: bool = False
+    """Whether exact replay is switched on (X1 to X4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,7 +543,76 @@ SCENARIOS: tuple[Scenario, ...] = (
 # fmt: on
 """Every scenario, in the order reports show them."""
 
-BY_ID: Mapping[str, Scenario] = {scenario.id: scenario for scenario in SCENARIOS}
+
+def _replayed(
+    name: str, title: str, about: tuple[str, ...], *steps: Step, setting: Setting = Setting(), **how: Any
+) -> Scenario:
+    return Scenario(name, title, about, steps, setting=replace(setting, replay=True), **how)
+
+
+# fmt: off
+REPLAY_SCENARIOS: tuple[Scenario, ...] = (
+    _replayed("given-back", "a preempted request is read again in pieces, beside a decode row", ("X1",),
+              step(row("a", 5, 0, 5, PREFILL), row("d", 2, 2, 1, MTP)),
+              step(row("a", 5, 5, 1, MTP), row("d", 2, 3, 1, MTP)),
+              step(row("d", 2, 4, 1, MTP), row("a", 5, 6, 1, MTP)), step(row("d", 2, 5, 1, MTP)),
+              step(row("a", 5, 0, 4, GIVEN, 4), row("d", 2, 6, 1, MTP)),
+              step(row("d", 2, 7, 1, MTP), row("a", 5, 4, 3, GIVEN, 3)),
+              step(row("a", 5, 7, 1, MTP), row("d", 2, 8, 1, MTP))),
+    _replayed("given-back-alone", "steps of given rows alone, token by token", ("X1",),
+              step(row("a", 2, 0, 2, PREFILL)), *(step(row("a", 2, c, 1, MTP)) for c in (2, 3)),
+              *(step(row("a", 2, c, 1, GIVEN, 1)) for c in range(4)), step(row("a", 2, 4, 1, MTP)),
+              behaviour=Behaviour(ids="new", preprocess_batch="records")),
+    _replayed("given-back-seeded", "seeded requests are preempted, and draw on from where they stood", ("X1", "X2"),
+              step(row("a", 3, 0, 3, PREFILL), row("b", 2, 2, 1, MTP)),
+              *(step(row("a", 3, 3 + n, 1, MTP), row("b", 2, 3 + n, 1, MTP)) for n in range(3)),
+              step(row("b", 2, 6, 1, MTP), row("a", 3, 0, 4, GIVEN, 4)),
+              step(row("a", 3, 4, 3, MTP, 2), row("b", 2, 7, 1, MTP)),
+              step(row("b", 2, 8, 1, MTP), row("a", 3, 7, 1, MTP)),
+              mtp=(True,), behaviour=Behaviour(seeds="per_row"), setting=Setting(seeds={"a": 5, "b": 7})),
+    _replayed("resume", "kept rows and one new decode token in a span", ("X2",),
+              step(row("a", 3, 0, 3, PREFILL), row("d", 2, 2, 1, MTP)),
+              step(row("a", 3, 3, 1, MTP), row("d", 2, 3, 1, MTP)),
+              step(row("d", 2, 4, 1, MTP)),
+              step(row("d", 2, 5, 1, MTP), row("a", 3, 0, 5, MTP, 4), row("e", 2, 2, 1, MTP)),
+              step(row("a", 3, 5, 1, MTP), row("e", 2, 3, 1, MTP), row("d", 2, 6, 1, MTP)),
+              behaviour=Behaviour(ids="new")),
+    _replayed("resume-prefill", "kept rows and the rest of a prompt, a tail or decode tokens in a span", ("X2",),
+              step(row("a", 9, 0, 3, PREFILL), row("b", 5, 0, 4, PREFILL), row("c", 2, 0, 1, PREFILL)),
+              step(row("c", 2, 1, 1, TAIL)),
+              step(row("a", 9, 0, 7, PREFILL, 3), row("c", 2, 0, 4, DECODE, 2), row("b", 5, 0, 5, TAIL, 4)),
+              step(row("b", 5, 5, 1, MTP), row("c", 2, 4, 1, MTP), row("a", 9, 7, 2, PREFILL)),
+              step(row("c", 2, 0, 6, MTP, 5), row("a", 9, 9, 1, MTP))),
+    _replayed("preempted-again", "a request is preempted while it is read again, and once more", ("X1", "X2"),
+              step(row("a", 4, 0, 4, PREFILL)), step(row("a", 4, 4, 1, MTP)), step(row("a", 4, 0, 3, GIVEN, 3)),
+              step(row("a", 4, 0, 2, GIVEN, 2)), step(row("a", 4, 2, 4, MTP, 3)), step(row("a", 4, 0, 7, MTP, 6)),
+              step(row("a", 4, 7, 1, MTP))),
+    _replayed("kept-of-another", "another prompt, another request of the same id, and a prompt that grew", ("X3",),
+              step(row("a", 3, 0, 3, PREFILL), row("b", 4, 0, 4, PREFILL), row("g", 1, 0, 1, PREFILL)),
+              step(row("a", 3, 3, 1, MTP), row("b", 4, 4, 1, MTP), row("g", 2, 1, 1, TAIL)),
+              step(row("a", 3, 0, 3, PREFILL, anew="prompt"), row("b", 4, 0, 3, PREFILL, anew="request"),
+                   row("g", 3, 2, 1, TAIL)),
+              step(row("a", 3, 0, 4, MTP, 3), row("b", 4, 0, 4, TAIL, 3), row("g", 3, 0, 3, PREFILL)),
+              step(row("g", 3, 0, 4, MTP, 3), row("b", 4, 0, 5, MTP, 4))),
+    _replayed("kept-behind-a-gap", "progress beyond what is kept, as a prefix cache brings it", ("X3", "X4"),
+              step(row("a", 9, 4, 2, PREFILL), row("b", 4, 0, 2, PREFILL)),
+              step(row("a", 9, 6, 3, PREFILL), row("b", 4, 3, 1, TAIL)),
+              step(row("a", 9, 9, 1, MTP), row("b", 4, 4, 1, MTP)),
+              step(row("a", 9, 0, 4, PREFILL), row("b", 4, 1, 3, PREFILL)),
+              step(row("a", 9, 0, 6, PREFILL, 4), row("b", 4, 0, 2, PREFILL)),
+              step(row("b", 4, 1, 3, PREFILL, 1), row("a", 9, 6, 3, PREFILL))),
+    _replayed("never-preempted", "requests that are never preempted", ("X4",), *_CHUNKED, _MIXED, _DECODES),
+)
+# fmt: on
+"""The scenarios of exact replay, for runners that have it switched on."""
+
+
+def to_judge() -> tuple[Scenario, ...]:
+    """The scenarios by which a runner is judged: those of exact replay too where it is switched on."""
+    return (*SCENARIOS, *REPLAY_SCENARIOS) if replays_exactly() else SCENARIOS
+
+
+BY_ID: Mapping[str, Scenario] = {scenario.id: scenario for scenario in (*SCENARIOS, *REPLAY_SCENARIOS)}
 
 
 class SetupError(RuntimeError):
@@ -538,5 +632,6 @@ NOT_IN_V2: Mapping[str, str] = {
     "named-model": "V2 knows no model by its class name",
     "seeded-replay": "in V2 a preempted request comes back as a new one, whose stream begins anew",
     "no-group": "a V2 state puts a new group in the place of what is no dictionary",
+    **dict.fromkeys((each.id for each in REPLAY_SCENARIOS), "in V2 a preempted request comes back as a new one"),
 }
 """Scenarios that a model state of Model Runner V2 cannot be in, each with the reason."""

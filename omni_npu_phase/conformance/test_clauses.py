@@ -8,7 +8,9 @@ import pytest
 from omni_npu_phase.conformance import verify
 from omni_npu_phase.conformance.kit import Kit, Record, expect_nothing_against, kit_of, record_held, record_routing
 from omni_npu_phase.conformance.scenarios import Scenario, Variant
-from omni_npu_phase.contract import CLAUSES
+from omni_npu_phase.contract import CLAUSES, REPLAY_CLAUSES
+
+_KNOWN = {**CLAUSES, **REPLAY_CLAUSES}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -29,7 +31,7 @@ def _clauses(kit: Kit) -> list[object]:
             scenario,
             variant,
             id=f"{clause}-{scenario.id}-{variant.id}",
-            marks=getattr(pytest.mark, f"phase_{CLAUSES[clause].tier}"),
+            marks=getattr(pytest.mark, f"phase_{_KNOWN[clause].tier}"),
         )
         for scenario, variant in kit.runs()
         for clause in kit.clauses_of(scenario, variant)
@@ -42,7 +44,7 @@ def case(kit: Kit, scenario: Scenario, variant: Variant, request: pytest.Fixture
     clause = request.node.callspec.params.get("clause")
     if clause is not None:
         record(("clause", clause))
-        record(("tier", CLAUSES[clause].tier))
+        record(("tier", _KNOWN[clause].tier))
     record(("scenario", scenario.id))
     record(("variant", str(variant)))
     case = kit.run(scenario.id, variant)
@@ -69,7 +71,7 @@ def test_run(scenario: Scenario, variant: Variant, case: verify.Case, kit: Kit, 
     others = [
         judgement
         for judgement in reversed(case.judgements)
-        if judgement.clause not in tested and CLAUSES[judgement.clause].tier in kit.tiers
+        if judgement.clause not in tested and _KNOWN[judgement.clause].tier in kit.tiers
     ]
     against = {judgement.clause: judgement.seen for judgement in others if not judgement.holds}
     record_held(sorted({judgement.clause for judgement in others} - against.keys()), record)

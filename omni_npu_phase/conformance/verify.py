@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, one_line, verdict
-from omni_npu_phase.conformance.scenarios import NOT_IN_V2, SCENARIOS, Scenario, SetupError, Variant
-from omni_npu_phase.contract import CLAUSES, Tier
+from omni_npu_phase.conformance.scenarios import NOT_IN_V2, Scenario, SetupError, Variant, to_judge
+from omni_npu_phase.contract import CLAUSES, REPLAY_CLAUSES, Tier
 from omni_npu_phase.releases import v2
 from omni_npu_phase.settings import version_of
 
@@ -220,7 +220,7 @@ def verify(
     runner: RunnerClasses,
     modes: Sequence[Mode],
     *,
-    scenarios: Sequence[Scenario] = SCENARIOS,
+    scenarios: Sequence[Scenario] | None = None,
     tiers: Mapping[Mode, Collection[Tier]] | None = None,
     xfails: Mapping[str, str] | None = None,
     device: str = "cpu",
@@ -234,7 +234,7 @@ def verify(
     ``xfails``: expected failures, clause id to reason. ``device`` is torch's name, ``device_name`` what reports say.
     ``advance`` is called before each scenario.
     """
-    judged = tiers or DEFAULT_TIERS
+    judged, scenarios = tiers or DEFAULT_TIERS, to_judge() if scenarios is None else scenarios
     results: list[ClauseResult] = []
     differences: list[str] = []
     compared = 0
@@ -271,7 +271,7 @@ class Case:
 def run_case(classes: RunnerClasses, mode: Mode, scenario: Scenario, variant: Variant, device: str) -> Case | None:
     """Run one scenario in one variant and judge it; None where no class of the family can show it."""
     cls = classes.of(scenario)
-    if cls is None:
+    if cls is None or (mode == "released" and scenario.setting.replay):
         return None
     import torch
 
@@ -301,7 +301,8 @@ def clause_results(
 ) -> Iterator[ClauseResult]:
     """The verdict on every clause of these tiers, from the judgements of all runs of these scenarios."""
     notes = {**_NOTES, **(_CPU_NOTES if device == "cpu" else {})} if mode == "released" else {}
-    for clause in CLAUSES.values():
+    opted_in = mode == "mixin" and any(scenario.setting.replay for scenario in scenarios)
+    for clause in (*CLAUSES.values(), *(REPLAY_CLAUSES.values() if opted_in else ())):
         if clause.tier in tiers:
             own = [judgement for judgement in judgements if judgement.clause == clause.id]
             absent = [

@@ -17,6 +17,7 @@ from omni_npu_phase.releases import Runtime
 from omni_npu_phase.step import results
 from omni_npu_phase.step.live import LiveBuffers
 from omni_npu_phase.step.port import device_side
+from omni_npu_phase.step.replay import Replay
 from omni_npu_phase.step.results import Call
 
 _INPUTS = ("talker_mtp_input_ids", "talker_mtp_inputs_embeds", "last_talker_hidden", "text_step")
@@ -36,8 +37,11 @@ class TalkerMtp:
     Its input buffers are the runner's own, at fixed addresses, so that a captured graph can be replayed on them.
     """
 
-    def __init__(self, runner: Any, runtime: Runtime, live: LiveBuffers, helper: BufferHelper) -> None:
+    def __init__(
+        self, runner: Any, runtime: Runtime, live: LiveBuffers, helper: BufferHelper, replay: Replay | None = None
+    ) -> None:
         self._runner = runner
+        self._replay = replay
         self._runtime = runtime
         self._live = live
         self._helper = helper
@@ -147,6 +151,9 @@ class TalkerMtp:
     def _is_replay(self, request_id: str) -> bool:
         batch, state = self._runner.input_batch, self._runner.requests[request_id]
         try:
+            if self._replay is not None and request_id in self._replay.given:
+                # It is the new part of its row that went to MTP (X2).
+                return False
             computed = batch.num_computed_tokens_cpu[batch.req_id_to_index[request_id]]
             return bool(contract.Row(0, computed, 1).replays(state.num_tokens))
         except (AttributeError, KeyError, IndexError):

@@ -6,10 +6,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from omni_npu_phase import buffers
-from omni_npu_phase.settings import Mode, chosen_mode
+from omni_npu_phase.settings import Mode, chosen_mode, replays_exactly
 from omni_npu_phase.step.plan import Run, StepPlan, of_rows
 from omni_npu_phase.step.results import Call, Deviations
 
@@ -59,11 +59,13 @@ class PhaseMixin:
     """What both mixins are: classes with a mode, listed before a released class."""
 
     phase_mode: Mode | None = None
+    phase_replay: Literal["exact", "off"] | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         # A wrong mode is refused when the class is made, not in a serving engine's first step.
         chosen_mode(cls.phase_mode)
+        replays_exactly(cls.phase_replay)
 
 
 def released_classes(cls: type) -> tuple[type, ...]:

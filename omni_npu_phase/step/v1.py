@@ -13,10 +13,12 @@ import torch
 from omni_npu_phase.buffers.base import BufferHelper, Rows
 from omni_npu_phase.contract import ContractError
 from omni_npu_phase.releases import runtime_of
+from omni_npu_phase.settings import replay_bytes, replays_exactly
 from omni_npu_phase.step.live import LiveBuffers
-from omni_npu_phase.step.mtp import TalkerMtp
+from omni_npu_phase.step.mtp import TalkerMtp, output_key
 from omni_npu_phase.step.plan import Run, StepPlan, of_rows, plan_step
-from omni_npu_phase.step.port import Phase, PhaseMixin, Port, device_side, phase_of, released_classes
+from omni_npu_phase.step.port import Phase, PhaseMixin, Port, device_side, known_phase, phase_of, released_classes
+from omni_npu_phase.step.replay import Replay
 from omni_npu_phase.step.results import Call
 from omni_npu_phase.step.route import BATCHED_HOOK, MTP_HOOK, route
 
@@ -65,8 +67,13 @@ class PhaseRoutingMixin(PhaseMixin):
         if ids is None:
             ids = device_side(self.input_ids)[:num_input_tokens]
 
+        new = plan
+        if tools.replay is not None:
+            new = tools.replay.split(plan, num_input_tokens)
+            tools.replay.give_back(plan, ids, embeds)
+            plan = phase.plan = new
         preprocess_batch = getattr(self.model, "preprocess_batch", None)
-        if callable(preprocess_batch):
+        if callable(preprocess_batch) and plan.request_ids:
             fills_rows = tools.runtime.fills_rows and getattr(self.model, "preprocess_batch_fills_rows", False)
             filled = preprocess_batch(
                 req_ids=plan.request_ids,
@@ -78,6 +85,8 @@ class PhaseRoutingMixin(PhaseMixin):
                 plan = phase.plan = plan.without(frozenset(filled))
         with tools.live:
             route(plan, RunnerPort(self, phase, plan, ids, embeds))
+        if tools.replay is not None:
+            tools.replay.keep(new, ids, embeds)
         return (ids, embeds, *passed_through)
 
     def _collect_additional_information_for_prefill(self, num_scheduled_tokens_np: Any) -> None:
@@ -128,8 +137,37 @@ class PhaseRoutingMixin(PhaseMixin):
     def _process_additional_information_updates(self, *args: Any, **kwargs: Any) -> None:
         """Postprocess by the released code; what its rows store reaches the host together."""
         phase = phase_of(self)
+        replay = _replay_of(self)
+        if replay is not None and (silent := replay.silent()):
+            wanted = kwargs.get("req_ids_filter")
+            kwargs["req_ids_filter"] = set(self.requests if wanted is None else wanted) - silent
         with _tools_of(self, phase).live if _is_active(self, phase) else nullcontext():
             super()._process_additional_information_updates(*args, **kwargs)  # type: ignore[misc]
+
+    # What is given back was sent on when it was new (X1).
+
+    def _gather_runtime_additional_information(self) -> list[dict[str, Any]]:
+        """The live buffers by the released code, as the forward pass is to see them."""
+        infos: list[dict[str, Any]] = super()._gather_runtime_additional_information()  # type: ignore[misc]
+        replay = _replay_of(self)
+        return infos if replay is None else replay.for_forward(infos, *output_key(self.model))
+
+    def sample_tokens(self, *args: Any, **keywords: Any) -> Any:
+        """Sampling and outputs by the released code."""
+        replay = _replay_of(self)
+        with nullcontext() if replay is None else replay.only_new_sent():
+            return super().sample_tokens(*args, **keywords)  # type: ignore[misc]
+
+    def _resolve_pooler_payload_req_ids(self, req_ids: list[str]) -> tuple[str, list[str]]:
+        """The requests with outputs for others by the released code."""
+        kind, request_ids = super()._resolve_pooler_payload_req_ids(req_ids)  # type: ignore[misc]
+        replay = _replay_of(self)
+        return kind, request_ids if replay is None else replay.sent(request_ids)
+
+    def _should_use_async_omni_output(self) -> bool:
+        """Whether an output thread may build the step's outputs: not beside what tells it of given rows."""
+        replay = _replay_of(self)
+        return not (replay is not None and replay.given) and super()._should_use_async_omni_output()  # type: ignore[misc]
 
 
 class _Tools:
@@ -137,15 +175,24 @@ class _Tools:
 
     def __init__(self, runner: Any, phase: Phase) -> None:
         self.runtime = runtime_of(released_classes(type(runner)))
-        helper = phase.helper(torch.device(runner.device))
+        device = torch.device(runner.device)
+        helper = phase.helper(device)
         self.live = LiveBuffers(runner, helper)
-        self.mtp = TalkerMtp(runner, self.runtime, self.live, helper)
+        self.replay = Replay(runner, device, replay_bytes()) if replays_exactly(runner.phase_replay) else None
+        self.mtp = TalkerMtp(runner, self.runtime, self.live, helper, self.replay)
 
 
 def _tools_of(runner: Any, phase: Phase) -> _Tools:
     if phase.tools is None:
         phase.tools = _Tools(runner, phase)
     return phase.tools  # type: ignore[no-any-return]
+
+
+def _replay_of(runner: Any) -> Replay | None:
+    """The rows that a runner keeps; None where it keeps none, or has not begun."""
+    phase = known_phase(runner)
+    replay: Replay | None = None if phase is None or phase.tools is None else phase.tools.replay
+    return replay
 
 
 def _is_active(runner: Any, phase: Phase) -> bool:

@@ -11,7 +11,8 @@ import torch
 
 from omni_npu_phase.buffers.base import Rows
 from omni_npu_phase.contract import ContractError
-from omni_npu_phase.releases import v2
+from omni_npu_phase.releases import UnsupportedRuntimeError, v2
+from omni_npu_phase.settings import replays_exactly
 from omni_npu_phase.step.live import NEVER_STORED, no_dictionary, owned_copy
 from omni_npu_phase.step.plan import Run, StepPlan, plan_step
 from omni_npu_phase.step.port import Phase, PhaseMixin, Port, phase_of, released_classes
@@ -54,6 +55,8 @@ class PhaseStateMixin(PhaseMixin):
             return
 
         v2.check(released_classes(type(self)))
+        if replays_exactly(self.phase_replay):
+            raise UnsupportedRuntimeError("no exact replay: Model Runner V2 forgets a request that is preempted")
         # In a step without rows the released code only selects ids and embeddings.
         no_rows = copy.copy(input_batch)
         no_rows.num_reqs = 0

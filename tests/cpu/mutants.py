@@ -30,6 +30,7 @@ from omni_npu_phase.step import v1 as mixin
 from omni_npu_phase.step.live import LiveBuffers
 from omni_npu_phase.step.mtp import TalkerMtp, mtp_inputs
 from omni_npu_phase.step.plan import Run, StepPlan
+from omni_npu_phase.step.replay import Kept, Replay
 from omni_npu_phase.step.results import Call, Deviations
 from omni_npu_phase.step.v1 import PhaseRoutingMixin, RunnerPort
 
@@ -338,6 +339,55 @@ def _switched_off(original: Any, runner: Any) -> Any:
     phase = original(runner)
     phase.mode = "off"
     return phase
+
+
+# Exact replay.
+
+
+def _whole_plan(original: Any, replay: Any, plan: StepPlan, buffer_rows: int) -> StepPlan:
+    original(replay, plan, buffer_rows)
+    return plan
+
+
+def _ids_left(original: Any, replay: Any, plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> None:
+    original(replay, plan, ids.clone(), embeds)
+
+
+def _kept_early(original: Any, rows: StepPlan, port: Any) -> None:
+    run_mtp = port.run_mtp
+
+    def late(in_mtp: Sequence[int]) -> None:
+        port.runner.__dict__["_before_mtp"] = port.embeds.clone()
+        run_mtp(in_mtp)
+
+    port.run_mtp = late
+    original(rows, port)
+    port.embeds.__dict__["_before_mtp"] = port.runner.__dict__.pop("_before_mtp", None)
+
+
+def _kept_then(original: Any, replay: Any, rows: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> None:
+    before = embeds.__dict__.get("_before_mtp")
+    original(replay, rows, ids, embeds if before is None else before)
+
+
+def _one_off(original: Any, own: Kept, start: int, stop: int) -> list[int]:
+    places = original(own, start, stop)
+    return [max(place - 1, 0) for place in places]
+
+
+def _long_new_parts(original: Any, replay: Any, plan: StepPlan, buffer_rows: int) -> StepPlan:
+    new = original(replay, plan, buffer_rows)
+    return replace(
+        new,
+        eligible=[
+            one and request not in replay.given for one, request in zip(new.eligible, new.request_ids, strict=True)
+        ],
+    )
+
+
+def _over_a_gap(original: Any, own: Kept, state: Any, prompt: Any, prompt_len: int, computed: int) -> bool:
+    own.count = max(own.count, computed)
+    return original(own, state, prompt, prompt_len, computed)
 
 
 # What hooks return, and where it goes.
@@ -935,6 +985,27 @@ MUTANTS: tuple[Mutant, ...] = (
            (Change(RunnerPort, "infos", _made_anew),)),
     Mutant("stored-one-by-one", ("E9",), "a batch's updates are stored up to the request that is refused",
            (Change(LiveBuffers, "store", _stored_before_refused),)),
+    # Exact replay.
+    Mutant("given-rows-hooked", ("X1", "X2"), "hooks are called for rows that were given back",
+           (Change(Replay, "split", _whole_plan),)),
+    Mutant("nothing-given-back", ("X1", "X2"), "given rows keep what the released code put there",
+           (Change(Replay, "give_back", lambda original, replay, plan, ids, embeds: None),)),
+    Mutant("ids-not-given-back", ("X1", "X2"), "given rows keep the scheduled token ids",
+           (Change(Replay, "give_back", _ids_left),)),
+    Mutant("kept-before-mtp", ("X1", "X2"), "decode rows are kept as hooks left them, before MTP",
+           (Change(mixin, "route", _kept_early), Change(Replay, "keep", _kept_then))),
+    Mutant("one-position-off", ("X1", "X2"), "what is kept is given back one position off",
+           (Change(Kept, "places", _one_off),)),
+    Mutant("resumed-as-long-span", ("X2",), "the new part of a row is routed as the whole row's span",
+           (Change(Replay, "split", _long_new_parts),)),
+    Mutant("frames-sent-again", ("X1", "X2"), "the forward pass finds the stored codes for given rows",
+           (Change(Replay, "for_forward", lambda original, replay, infos, *key: infos),)),
+    Mutant("given-rows-postprocessed", ("X1",), "postprocess stores for rows that were given back",
+           (Change(Replay, "silent", lambda original, replay: set()),)),
+    Mutant("kept-by-id", ("X3",), "rows are kept by request id, whatever its prompt",
+           (Change(Kept, "belongs_to", lambda original, own, state, prompt, length, computed: computed <= own.count),)),
+    Mutant("kept-over-a-gap", ("X3", "X4"), "rows are kept on behind a gap",
+           (Change(Kept, "belongs_to", _over_a_gap),)),
     # The released runner, which the mixin is there for.
     Mutant("released-step", ("M9", "E1", "E4"), "the step is the released runner's",
            (Change(PhaseRoutingMixin, "_preprocess", _released_step),),

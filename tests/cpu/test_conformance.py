@@ -17,8 +17,8 @@ from omni_npu_phase.conformance import verify
 from omni_npu_phase.conformance.drive import SetupError, run_scenario
 from omni_npu_phase.conformance.judge import Judgement, judge
 from omni_npu_phase.conformance.report import Report, verdict
-from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, Variant
-from omni_npu_phase.contract import CLAUSES
+from omni_npu_phase.conformance.scenarios import BY_ID, GIVEN, MTP, REPLAY_SCENARIOS, SCENARIOS, Hook, Scenario, Variant
+from omni_npu_phase.contract import CLAUSES, REPLAY_CLAUSES
 from omni_npu_phase.releases import UnsupportedRuntimeError
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def both() -> Report:
     return verify.verify(verify.load_runner("gpu-v1"), ("released", "mixin"), tiers=tiers)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
+@pytest.mark.parametrize("scenario", BY_ID.values(), ids=lambda scenario: scenario.id)
 def test_scenario(scenario: Scenario) -> None:
     """Every judgement holds with the mixin, and the scenario says something about the clauses it is about."""
     runner = verify.classes_for("mixin", verify.load_runner("gpu-v1")).of(scenario)
@@ -50,11 +50,12 @@ def test_scenario(scenario: Scenario) -> None:
     assert set(scenario.about) <= {judgement.clause for judgement in judgements}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
+@pytest.mark.parametrize("scenario", BY_ID.values(), ids=lambda scenario: scenario.id)
 def test_rows_show_what_the_contract_says(scenario: Scenario) -> None:
     """The data of the scenarios is no second contract."""
     for row in (row for rows in scenario.steps for row in rows if row.num_computed >= 0):
-        assert row.shows == (MTP if row.eligible else row.phase)
+        new = row.new
+        assert row.shows == (GIVEN if new is None else MTP if new.eligible else new.phase)
 
 
 def test_every_clause_has_evidence(both: Report) -> None:
@@ -131,9 +132,9 @@ def test_public_reports_are_covered() -> None:
 
 
 def test_a_scenario_id_names_one_scenario() -> None:
-    assert len(BY_ID) == len(SCENARIOS)
-    for case in SCENARIOS:
-        assert set(case.about) <= set(CLAUSES)
+    assert len(BY_ID) == len(SCENARIOS) + len(REPLAY_SCENARIOS)
+    for case in BY_ID.values():
+        assert set(case.about) <= set(REPLAY_CLAUSES if case.setting.replay else CLAUSES)
 
 
 # Runners.

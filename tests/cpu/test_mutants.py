@@ -18,8 +18,8 @@ import torch
 from omni_npu_phase.conformance import verify
 from omni_npu_phase.conformance.drive import Recording, run_scenario
 from omni_npu_phase.conformance.judge import Judgement, judge
-from omni_npu_phase.conformance.scenarios import BY_ID, SCENARIOS, Scenario
-from omni_npu_phase.contract import CLAUSES, ContractError
+from omni_npu_phase.conformance.scenarios import BY_ID, Scenario
+from omni_npu_phase.contract import CLAUSES, REPLAY_CLAUSES, ContractError
 from tests.cpu.mutants import MUTANTS, Mutant
 from tests.cpu.mutants_v2 import MUTANTS_V2
 
@@ -27,6 +27,8 @@ from tests.cpu.mutants_v2 import MUTANTS_V2
 pytestmark = pytest.mark.no_cover
 
 _CPU = torch.device("cpu")
+_SCENARIOS = tuple(BY_ID.values())
+_CLAUSES = {**CLAUSES, **REPLAY_CLAUSES}
 _ALL = (*MUTANTS, *MUTANTS_V2)
 _BY_NAME = {mutant.name: mutant for mutant in _ALL}
 
@@ -61,9 +63,9 @@ def _runs(scenarios: Sequence[Scenario], runner: str) -> Iterator[Recording]:
 
 def _scenarios_for(mutant: Mutant) -> Sequence[Scenario]:
     wanted = set(mutant.caught_by)
-    if not wanted <= {clause for scenario in SCENARIOS for clause in scenario.about}:
-        return SCENARIOS
-    return [scenario for scenario in SCENARIOS if wanted & set(scenario.about) or scenario.id in mutant.also]
+    if not wanted <= {clause for scenario in _SCENARIOS for clause in scenario.about}:
+        return _SCENARIOS
+    return [scenario for scenario in _SCENARIOS if wanted & set(scenario.about) or scenario.id in mutant.also]
 
 
 def _is_expected(run: Recording) -> bool:
@@ -125,7 +127,7 @@ def test_other_scenarios_exist() -> None:
     assert {scenario for mutant in _ALL for scenario in mutant.also} <= set(BY_ID)
 
 
-@pytest.mark.parametrize("clause", CLAUSES)
+@pytest.mark.parametrize("clause", _CLAUSES)
 def test_clause_catches_a_mutant(clause: str) -> None:
     catches = [
         mutant.name
@@ -133,13 +135,13 @@ def test_clause_catches_a_mutant(clause: str) -> None:
         if clause in mutant.caught_by
         and any(_is_evidence(judgement, mutant) for judgement in _outcome(mutant.name).failed.get(clause, []))
     ]
-    assert catches, f"no mutant shows what {clause} is worth: {CLAUSES[clause].sentence}"
+    assert catches, f"no mutant shows what {clause} is worth: {_CLAUSES[clause].sentence}"
 
 
 @pytest.mark.parametrize("runner", ["gpu-v1", "gpu-v2"])
 def test_package_as_it_is_fails_no_clause(runner: str) -> None:
     for mutant in _ALL:
         _outcome(mutant.name)  # Whatever they changed must be back in place.
-    outcome = _observe(SCENARIOS, runner, {})
+    outcome = _observe(_SCENARIOS, runner, {})
     assert not outcome.failed
     assert not outcome.errors
