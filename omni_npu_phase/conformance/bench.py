@@ -550,11 +550,9 @@ def _made_by_its_init(cls: type, device: torch.device) -> Mapping[str, Any]:
     """
     from vllm.config import set_current_vllm_config
 
-    if device.type != "cpu":
-        # On an NPU it needs what an engine sets up before: groups, and the settings of the allocator.
-        return {}
     try:
         config = _tiny_config()
+        _configure_ascend(config)
         with single_stage(), set_current_vllm_config(config):
             made: Mapping[str, Any] = vars(cls(config, device))
             return made
@@ -681,7 +679,7 @@ def single_stage() -> Iterator[None]:
 
     group = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, rank_in_group=0, rank=0)
     group.all_reduce = lambda tensor: tensor
-    names = ("_PP", "_TP", "_DP")
+    names = [name for name in ("_PP", "_TP", "_DP", "_PCP", "_DCP") if hasattr(parallel_state, name)]
     before = {name: getattr(parallel_state, name) for name in names}
     for name in names:
         setattr(parallel_state, name, before[name] or group)

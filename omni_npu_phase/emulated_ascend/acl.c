@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stand-in for the part of CANN that torch_npu 2.13 calls: host memory plays device memory.
+// A stand-in for the part of CANN that torch_npu 2.10 and 2.13 call: host memory plays device memory.
 //
-// The device runs at once: a copy or kernel has had its effect on device memory when the call returns. The host is
-// kept behind: an asynchronous copy from or to pinned memory is "in flight" until the host has waited for it, and
-// while it is, the bytes a device-to-host copy will deliver are replaced by POISON and the source of a
-// host-to-device copy is watched for changes. What the host may rely on is tracked with one vector clock per
-// stream, so that waiting for the wrong stream, or for an event recorded too early, does not count.
+// The device runs at once: a copy or kernel has had its effect on device memory when the call returns. Only what comes
+// from pinned memory it fetches late, when it next does anything else with its memory. The host is kept behind: an
+// asynchronous copy from or to pinned memory is "in flight" until the host has waited for it. While it is, the bytes
+// that a device-to-host copy will deliver are replaced by POISON, and the source of a host-to-device copy is watched
+// for changes. What the host may rely on is tracked with one vector clock per stream, so that waiting for the wrong
+// stream, or for an event recorded too early, does not count.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdarg.h>
@@ -139,8 +140,8 @@ static void join(uint64_t *into, const uint64_t *from) {
 
 // ---- asynchronous copies the host has not waited for -------------------------------------------------------------
 typedef struct flight {
-  int to_device, settled;
-  char *host, *bytes;
+  int to_device, settled, arrived;
+  char *host, *device, *bytes;
   size_t size;
   int32_t stream;
   uint64_t number;
@@ -161,6 +162,15 @@ static void read_as_device(const char *host, size_t size, char *out, uint64_t be
     const char *at;
     size_t n = f->to_device ? 0 : overlap(host, size, f->host, f->size, &at);
     if (n) memcpy(out + (at - host), f->bytes + (at - f->host), n);
+  }
+}
+
+// Fetches what copies to the device bring. The host may have changed it by now.
+static void arrive(void) {
+  for (flight *f = flights; f; f = f->next) {
+    if (!f->to_device || f->arrived) continue;
+    f->arrived = 1;
+    read_as_device(f->host, f->size, f->device, f->number);
   }
 }
 
@@ -210,6 +220,7 @@ static void land(flight **link) {
 static int covers(const uint64_t *clock, const flight *f) { return !clock || f->number <= clock[f->stream]; }
 
 static void complete(const uint64_t *clock) {
+  arrive();
   for (flight **link = &flights; *link;) {
     if (covers(clock, *link)) {
       deliver(*link);
@@ -239,8 +250,9 @@ static int ready(const uint64_t *clock, int *polled) {
 }
 
 static void launch(int to_device, char *host, char *device, size_t size, stream *s) {
+  if (!to_device) arrive();
   flight *f = malloc(sizeof *f);
-  *f = (flight){to_device, 0, host, malloc(size), size, s->id, ++issued, NULL};
+  *f = (flight){to_device, 0, 0, host, device, malloc(size), size, s->id, ++issued, NULL};
   s->clock[s->id] = issued;
   s->polled = 0;
   for (flight *earlier = flights; earlier; earlier = earlier->next) {
@@ -257,7 +269,6 @@ static void launch(int to_device, char *host, char *device, size_t size, stream 
   }
   if (to_device) {
     read_as_device(host, size, f->bytes, f->number);
-    memcpy(device, f->bytes, size);
   } else {
     memcpy(f->bytes, device, size);
     memset(host, POISON, size);
@@ -315,6 +326,13 @@ int emu_host_read(const void *address, size_t size) {
   return early;
 }
 
+// Before Python looks at device memory.
+void emu_arrive(void) {
+  pthread_mutex_lock(&lock);
+  arrive();
+  pthread_mutex_unlock(&lock);
+}
+
 // ---- copies ----------------------------------------------------------------------------------------------------
 static aclError check_copy(void *to, size_t room, const void *from, size_t size, int *kind) {
   int into = location_of(to), out_of = location_of(from);
@@ -343,6 +361,7 @@ aclError aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int k
   aclError result = check_copy(to, room, from, size, &kind);
   if (!result) {
     count_copy(kind, 0, size);
+    arrive();
     if (kind == MEMCPY_H2D) host_read(from, size);
     memmove(to, from, size);
   }
@@ -358,7 +377,10 @@ aclError aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, 
     // With pageable memory the call returns when the copy is done: nothing stays in flight.
     if (kind == MEMCPY_H2D && location_of(from) == LOCATION_PINNED) launch(1, (char *)from, to, size, stream_of(handle));
     else if (kind == MEMCPY_D2H && location_of(to) == LOCATION_PINNED) launch(0, to, (char *)from, size, stream_of(handle));
-    else memmove(to, from, size);
+    else {
+      arrive();
+      memmove(to, from, size);
+    }
   }
   pthread_mutex_unlock(&lock);
   return result;
@@ -375,6 +397,7 @@ aclError aclrtMemset(void *to, size_t room, int32_t value, size_t size) {
     result = fail_locked(INVALID_PARAM, "a fill of %zu bytes leaves the memory block it was given", size);
   else {
     counters[C_memsets]++;
+    arrive();
     memset(to, value, size);
   }
   pthread_mutex_unlock(&lock);
@@ -396,6 +419,7 @@ static aclError release(void *address, int location) {
   } else {
     block *b = *link;
     *link = b->next;
+    arrive();
     for (flight **f = &flights; *f;) {
       const char *at;
       if (!overlap(b->start, b->size, (*f)->host, (*f)->size, &at)) {
@@ -590,6 +614,7 @@ static aclError execute(const char *name, int inputs, descriptor **in_desc, buff
   int usable = run_kernel && inputs <= MAX_OPERANDS && outputs <= MAX_OPERANDS;
   for (int i = 0; usable && i < inputs; i++) operands[i] = operand_of(in_desc[i], in[i]);
   for (int i = 0; usable && i < outputs; i++) operands[MAX_OPERANDS + i] = operand_of(out_desc[i], out[i]);
+  emu_arrive();
   // Unlocked: the runner is Python and may come back here.
   int result = usable ? run_kernel(name, inputs, operands, outputs, operands + MAX_OPERANDS, recent_error,
                                    sizeof recent_error)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Everything torch_npu 2.13 links against besides acl.c, in two lists: calls of its start-up and shutdown that have
-// one harmless answer, and calls that have none here and say so.
+// Everything torch_npu 2.10 and 2.13 link against besides acl.c, in two lists: calls of its start-up and shutdown that
+// have one harmless answer, and calls that have none here and say so.
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>

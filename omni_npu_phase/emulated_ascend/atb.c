@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stand-in for libatb.so, the part of CANN's NNAL that torch_npu 2.13 links its plug-in of ATB operators against:
-// with it the plug-in loads and registers its schemas. No operation can be made; models.py has those that are used.
+// A stand-in for libatb.so, the part of CANN's NNAL that torch_npu links its plug-in of ATB operators against: with it
+// the plug-in loads and registers its schemas. No operation can be made; models.py has those that are used.
 extern int emu_unmodelled(const char *function);
 
 // Names as a C++ compiler makes them.

@@ -238,6 +238,8 @@ def activate(*, kernels: bool = True) -> Device:
     _check_no_cann()
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # The other kind of segments needs CANN's virtual memory.
+    os.environ["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:False"
     _check_no_other_device()
     libraries = library.build(version)
     device = Device(library.load(libraries), libraries)

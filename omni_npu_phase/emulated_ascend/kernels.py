@@ -29,8 +29,10 @@ and fail at the first CANN operator that has no kernel.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -193,13 +195,20 @@ class Kernels:
 
 
 def host_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the same memory as a tensor of the emulated device."""
+    """A CPU tensor over the same memory as a tensor of the emulated device, with what was on its way there."""
+    _arrive()()
     if tensor.numel() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     storage = tensor.untyped_storage()
     usable = storage.nbytes() // tensor.dtype.itemsize * tensor.dtype.itemsize
     flat = host_view(storage.data_ptr(), usable, tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@cache
+def _arrive() -> Callable[[], Any]:
+    arrive: Callable[[], Any] = ctypes.CDLL("libascendcl.so").emu_arrive
+    return arrive
 
 
 def _registered(key: str) -> set[str]:

@@ -25,6 +25,7 @@ from unittest import mock
 
 import pytest
 
+from omni_npu_phase import contract
 from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE
 from omni_npu_phase.speech import observe
 from omni_npu_phase.speech.observe import Row
@@ -48,7 +49,7 @@ class Case:
     chunk: int = 0
     """Tokens of one request a step at most; 0 for no such limit."""
     with_embeds: bool = False
-    """Whether requests bring prompt embeddings, which the mixin uploads row by row."""
+    """Whether requests bring prompt embeddings, which the mixin uploads row by row; the talker adds its own."""
     captured: bool = False
     """Whether MTP is a captured graph, in vLLM-Ascend's own wrapper; the talker's forward pass runs eagerly."""
     requests: str = "abc"
@@ -63,11 +64,11 @@ CASES = {
     "chunked": Case(23),
     "late": Case(16, joins=LATE),
     "async": Case(23, asynchronous=True, joins=LATE),
-    "released": Case(16, mode="off", joins=LATE),
-    "released async": Case(23, mode="off", asynchronous=True),
+    "released": Case(16, mode="off", asynchronous=True, joins=LATE),
     "captured": Case(23, captured=True, joins=ENDED),
     "released captured": Case(23, mode="off", captured=True, joins=ENDED),
     "embeds": Case(32, chunk=7, with_embeds=True),
+    "embeds whole": Case(512, with_embeds=True),
 }
 CONTROLS = {
     "span": Case(7, requests="c", mutant="span"),
@@ -133,7 +134,7 @@ def _spoken(spoken: dict[str, Spoken], name: str) -> Spoken:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_engine_makes_the_same_codes(name: str, spoken: dict[str, Spoken]) -> None:
-    said, whole = _spoken(spoken, name), spoken["whole"]
+    said, whole = _spoken(spoken, name), spoken["embeds whole" if CASES[name].with_embeds else "whole"]
     assert said.hazards == []
     assert said.tokens == whole.tokens
     # The observer sees no replayed graph; tokens depend on every code of the frames before.
@@ -193,6 +194,7 @@ def test_inputs_in_other_memory_are_not_seen_by_the_graph(spoken: dict[str, Spok
 
 
 def test_rows_are_uploaded_through_the_staging_slots(spoken: dict[str, Spoken]) -> None:
+    assert spoken["embeds whole"].tokens != spoken["whole"].tokens
     assert spoken["embeds"].staged >= sum(row.lengths.prefill for row in spoken["embeds"].rows)
     assert spoken["chunked"].staged == 0
 
@@ -212,7 +214,10 @@ def test_a_removed_wait_for_the_tokens_is_seen(spoken: dict[str, Spoken]) -> Non
 
 
 def test_a_slot_without_its_wait_is_seen(spoken: dict[str, Spoken]) -> None:
-    assert any("pinned source" in hazard for hazard in spoken["one slot"].hazards)
+    """The device fetches late, and then finds in the slot the prompt embeddings of the step's last request."""
+    said = spoken["one slot"]
+    assert any("pinned source" in hazard for hazard in said.hazards)
+    assert said.tokens != spoken["embeds"].tokens
 
 
 # What follows runs in the process of the engines.
@@ -296,9 +301,13 @@ def _changes(case: Case, device: Any, staged: list[int]) -> list[tuple[Any, str,
         # The observer reads codes on the host, which no capture can hold.
         changes.append((ObservedTalker, "talker_mtp", ObservedTalker.__mro__[1].talker_mtp))
     if case.with_embeds:
+        from vllm_omni.model_executor.models.qwen3_tts.qwen3_tts_talker import (
+            Qwen3TTSTalkerForConditionalGeneration as Talker,
+        )
         from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
 
         changes.append((OmniGPUModelRunner, "_update_states", _with_embeds(OmniGPUModelRunner._update_states)))
+        changes.append((Talker, "preprocess", _added(Talker.preprocess)))
     if case.mutant == "span":
         from omni_npu_phase.step import v1
 
@@ -360,6 +369,16 @@ def _with_embeds(released: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return update_states
+
+
+def _added(released: Callable[..., Any]) -> Callable[..., Any]:
+    """The released talker has a prompt of its own making, and writes over whatever was brought."""
+
+    def preprocess(self: Any, input_ids: Any, input_embeds: Any, **info: Any) -> Any:
+        ids, embeds, updates = released(self, input_ids, input_embeds, **info)
+        return ids, embeds + input_embeds if info[contract.IS_PREFILL] else embeds, updates
+
+    return preprocess
 
 
 def _by_span(released: Callable[..., Any]) -> Callable[..., Any]:

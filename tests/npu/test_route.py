@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omni_npu_phase.conformance import routing, verify
+from omni_npu_phase.conformance import bench, routing, verify
 from omni_npu_phase.conformance.drive import run_scenario
 from omni_npu_phase.conformance.judge import judge
 from omni_npu_phase.conformance.scenarios import SCENARIOS, Scenario
@@ -34,6 +34,13 @@ def test_the_classes_are_the_released_ones(runner: verify.RunnerClasses) -> None
     for cls in (runner.autoregressive, runner.generation):
         names = [base for base in cls.__mro__ if base in (PhaseRoutingMixin, OmniNPUModelRunner, OmniGPUModelRunner)]
         assert names == [PhaseRoutingMixin, OmniNPUModelRunner, OmniGPUModelRunner]
+
+
+def test_runners_have_what_their_own_init_gives_them(runner: verify.RunnerClasses, device: Any, emulated: Any) -> None:
+    for cls in (runner.autoregressive, runner.generation):
+        assert cls is not None
+        made = bench._made_by_its_init(cls, device)
+        assert {"vllm_config", "ascend_config", "attn_state"} <= set(made)
 
 
 def test_rows_of_a_captured_graph(device: Any) -> None:
