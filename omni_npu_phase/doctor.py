@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from omni_npu_phase import ascend
 from omni_npu_phase.lint import checkpoint as look
 from omni_npu_phase.releases import RUNTIMES, release_of
 from omni_npu_phase.settings import MODE_VARIABLE, chosen_mode, version_of
@@ -49,6 +50,10 @@ _WHY_UNSAFE = {
 }
 _SAFE, _UNSAFE, _UNKNOWN = "safe", "unsafe", "cannot tell"
 _CHUNKS_OFF = "enable_chunked_prefill: false"
+_BLOCK_SIZE = "block_size: 128"
+_WHY_BLOCK_SIZE = (
+    "without chunked prefill and a given size, vLLM-Ascend 0.30.0rc2 reads blocks of its cache that are empty"
+)
 
 
 @dataclass(slots=True)
@@ -98,6 +103,9 @@ class Report:
         if self.error:
             yield "vLLM", self.error
         for runner in self.runners:
+            if runner["judged_on"] is None:
+                yield runner["name"], f"not judged: {runner['undecided']}"
+                continue
             yield runner["name"], f"{', '.join(runner['classes'])}, judged on {runner['judged_on']}"
             yield "  as released", _failing(runner["released"])
             yield "  with the mixin", runner["refused"] or _failing(runner["mixin"])
@@ -123,7 +131,7 @@ def _failing(clauses: Sequence[str] | None) -> str:
 def examine(model: str | None = None) -> Report:
     """Find out everything. Raises UnknownModelError of lint, and ValueError for a wrong mode."""
     installed = {name: version_of(name) for name in PACKAGES}
-    report = Report(installed, _cann(), _driver(), _pair(installed), _plugin())
+    report = Report(installed, ascend.cann(), _driver(), _pair(installed), _plugin())
     if model is not None:
         report.model = _judge_model(model)
     found = _in_another_process()
@@ -146,49 +154,52 @@ def _pair(installed: Mapping[str, str | None]) -> dict[str, Any]:
     beside = {"vllm": (vllm, row.vllm), "vllm-ascend": (installed["vllm-ascend"], row.vllm_ascend)}
     others = {name: pair for name, pair in beside.items() if pair[0] and release_of(pair[0]) != release_of(pair[1])}
     for name, (found, belongs) in others.items():
-        if release_of(found) is not None:
+        if not _from_source(found) and not _from_source(omni):
             told = f"belongs with {name} {belongs}, not {found}" if belongs else f"was never run with any {name}"
             return {"known": False if belongs else None, "reason": f"vllm-omni {omni} {told}"}
-    for name, (found, _) in others.items():
-        return {"known": None, "reason": f"{name} {found} does not say which release it is: judged by its code"}
+    if others:
+        built = {"vllm-omni": omni, **{name: found for name, (found, _) in others.items()}}
+        name, found = next((name, found) for name, found in built.items() if _from_source(found))
+        told = "is built from source, and may be of another release than it says: judged by its code"
+        return {"known": None, "reason": f"{name} {found} {told}"}
     together = ", ".join(f"{name} {found}" for name, (found, _) in beside.items() if found)
     return {"known": True, "reason": f"vllm-omni {omni}, {together} belong together"}
 
 
+def _from_source(version: str | None) -> bool:
+    """Whether a version was counted from the newest tag before the commit, which can be that of any older release."""
+    return re.search(r"\.dev|\+g", version or "") is not None
+
+
 def _plugin() -> dict[str, Any]:
+    """``set``: what VLLM_PLUGINS must be where it leaves this package out."""
     mode = chosen_mode()
     registered = any(entry.name == PLUGIN for entry in metadata.entry_points(group="vllm.general_plugins"))
     named = os.environ.get("VLLM_PLUGINS")
+    left_out = named is not None and PLUGIN not in named.split(",")
     reason = f"acts in every process that vLLM-Omni starts ({MODE_VARIABLE}={mode})"
     if not registered:
         reason = "does not act: this package is not installed with pip, so vLLM does not find its entry point"
-    elif named is not None and PLUGIN not in named.split(","):
+    elif left_out:
         reason = f"does not act: VLLM_PLUGINS={named} leaves out {PLUGIN}"
     elif mode == "off":
         reason = f"does not act: {MODE_VARIABLE}=off"
-    return {"mode": mode, "registered": registered, "acts": reason.startswith("acts"), "reason": reason}
-
-
-def _cann() -> str | None:
-    for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
-        root = os.environ.get(variable)
-        for file in sorted(Path(root).glob("*/ascend_toolkit_install.info")) if root else ():
-            found = re.search(r"^version=(\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-            if found:
-                return f"CANN {found.group(1)} in {root}"
-        if root:
-            return f"CANN in {root}"
-    return None
+    value = f"VLLM_PLUGINS={','.join(filter(None, [named, PLUGIN]))}" if left_out else None
+    return {
+        "mode": mode,
+        "registered": registered,
+        "acts": reason.startswith("acts"),
+        "reason": reason,
+        "set": value,
+    }
 
 
 def _driver() -> str | None:
-    ascend, nvidia = Path("/usr/local/Ascend/driver/version.info"), Path("/proc/driver/nvidia/version")
-    if ascend.is_file():
-        found = re.search(r"Version=(\S+)", ascend.read_text(encoding="utf-8", errors="replace"))
-        return f"Ascend driver {found.group(1) if found else 'of unknown version'}"
-    if nvidia.is_file():
-        return nvidia.read_text(encoding="utf-8", errors="replace").splitlines()[0]
-    return None
+    nvidia = Path("/proc/driver/nvidia/version")
+    if found := ascend.driver():
+        version = ascend.firmware()
+        return f"{found}, firmware {version}" if version else found
+    return nvidia.read_text(encoding="utf-8", errors="replace").splitlines()[0] if nvidia.is_file() else None
 
 
 def _judge_model(model: str) -> dict[str, Any]:
@@ -204,13 +215,29 @@ def _judge_model(model: str) -> dict[str, Any]:
 def _advice(report: Report) -> Iterator[str]:
     if report.pair["known"] is False:
         yield f"install a pair that belongs together: {report.pair['reason']}"
+    if report.plugin["set"]:
+        yield f"set {report.plugin['set']}, so that the plugin is loaded"
     if report.error:
         yield "make vLLM-Omni importable; until its runner can be judged, nothing is known to be safe"
+    for runner in report.runners:
+        if runner["judged_on"] is None:
+            yield f"ask again where this process sees an NPU: {runner['undecided']}"
+    off = list(_chunks_off(report))
+    yield from off
+    if off and report.installed["vllm-ascend"]:
+        yield f"{_BLOCK_SIZE} for the same stages: {_WHY_BLOCK_SIZE}"
+
+
+def _chunks_off(report: Report) -> Iterator[str]:
+    """For which stages chunked prefill must be off, and why."""
+    every = f"{_CHUNKS_OFF} for every stage whose model has a preprocess hook"
+    if report.runner_verdict == _UNKNOWN:
+        yield f"{every}, until the runner is judged"
     if report.runner_verdict == _UNSAFE:
         helped = all(runner["mixin"] == [] for runner in report.runners)
-        if helped and not report.plugin["acts"]:
+        if helped and not report.plugin["acts"] and not report.plugin["set"]:
             yield f"let the plugin act; it {report.plugin['reason']}"
-        yield f"{_CHUNKS_OFF} for every stage whose model has a preprocess hook{', until then' if helped else ''}"
+        yield f"{every}{', until then' if helped else ''}"
     if report.model is None:
         return
     for verdict, why in _WHY_UNSAFE.items():
@@ -250,32 +277,50 @@ def _in_another_process() -> dict[str, Any]:
 
 def probe(answer: str) -> None:
     """Judge the installed runners in this process, and write what was found to a file."""
+    from omni_npu_phase.conformance.verify import NoRuntimeError
+
     found: dict[str, Any] = {"device": None, "error": None, "runners": []}
     try:
-        device, found["device"] = _device()
-        __import__("vllm")
-        __import__("vllm_omni")
-        for name in RUNNERS[device]:
-            found["runners"] += _judge_runner(name, device, found["device"])
+        try:
+            device, found["device"] = _device()
+        except NoRuntimeError as error:
+            found["device"] = str(error)
+            found["runners"] = [_unjudged("npu-v1", str(error))]
+        else:
+            __import__("vllm")
+            __import__("vllm_omni")
+            for name in RUNNERS[device]:
+                found["runners"] += _judge_runner(name, device, found["device"])
     except Exception as error:  # noqa: BLE001 - whatever an installation raises on import is what was asked for
         found["error"] = f"fails to import, or to be judged: {type(error).__name__}: {error}"
     Path(answer).write_text(json.dumps(found), encoding="utf-8")
 
 
 def _device() -> tuple[str, str]:
+    """Where the runners are judged, and what is there. Raises NoRuntimeError where vLLM-Ascend sees no NPU."""
+    from omni_npu_phase.conformance import verify
+
+    if version_of("vllm-ascend"):
+        verify.prepare_device("npu")
+        return "npu", f"{ascend.devices()}, torch_npu {version_of('torch-npu')}"
     import torch
 
-    if torch_npu_version := version_of("torch-npu"):
-        try:
-            import torch_npu
-
-            if torch_npu.npu.is_available():
-                return "npu", f"{torch_npu.npu.get_device_name(0)} (torch_npu {torch_npu_version})"
-        except (ImportError, OSError, RuntimeError) as error:
-            return "cpu", f"no NPU: torch_npu {torch_npu_version} fails: {error}"
     if torch.cuda.is_available():
         return "cpu", torch.cuda.get_device_name(0)
     return "cpu", f"no accelerator ({platform.machine()} CPU)"
+
+
+def _unjudged(name: str, reason: str | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "classes": [],
+        "judged_on": None,
+        "scenarios": 0,
+        "released": None,
+        "mixin": None,
+        "refused": None,
+        "undecided": reason,
+    }
 
 
 def _judge_runner(name: str, device: str, device_name: str) -> Iterator[dict[str, Any]]:
@@ -288,17 +333,12 @@ def _judge_runner(name: str, device: str, device_name: str) -> Iterator[dict[str
         return
     runner = verify.load_runner(name)
     scenarios = [BY_ID[each] for each in SCENARIOS]
-    found: dict[str, Any] = {
-        "name": name,
+    found = _unjudged(name, None) | {
         "classes": [
             f"{cls.__module__}.{cls.__qualname__}" for cls in (runner.autoregressive, runner.generation) if cls
         ],
         "judged_on": device_name if device == "npu" else "CPU buffers",
         "scenarios": len(scenarios),
-        "released": None,
-        "mixin": None,
-        "refused": None,
-        "undecided": None,
     }
     try:
         for mode in ("released", "mixin"):

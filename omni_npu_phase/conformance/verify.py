@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from omni_npu_phase import ascend
 from omni_npu_phase.conformance.report import ClauseResult, Parity, Report, one_line, verdict
 from omni_npu_phase.conformance.scenarios import NOT_IN_V2, Scenario, SetupError, Variant, to_judge
 from omni_npu_phase.contract import CLAUSES, REPLAY_CLAUSES, Tier
@@ -156,10 +157,13 @@ def prepare_device(name: str) -> str:
     if name == "npu":
         try:
             module = importlib.import_module("torch_npu")
-        except ImportError as error:
-            raise NoRuntimeError(f"no NPU: cannot import torch_npu ({one_line(str(error))})") from error
+        except (ImportError, OSError, RuntimeError) as error:
+            # torch loads it too, and says why it failed only as the cause.
+            why = one_line(str(error.__cause__ or error))
+            advice = None if isinstance(error, ModuleNotFoundError) else ascend.not_set_up()
+            raise NoRuntimeError(f"no NPU: {advice or 'cannot import torch_npu'} ({why})") from error
         if not module.npu.is_available():
-            raise NoRuntimeError("no NPU: torch_npu finds no device; see npu-smi info")
+            raise NoRuntimeError(f"no NPU: {ascend.not_set_up() or 'torch_npu finds no device; see npu-smi info'}")
     return name
 
 

@@ -150,20 +150,24 @@ def test_what_counts_is_required() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "reason"),
+    ("variable", "value", "reason", "whole"),
     [
-        ("VLLM_PLUGINS", "another", "VLLM_PLUGINS=another leaves out omni_npu_phase"),
-        ("VLLM_PLUGINS", "", "VLLM_PLUGINS= leaves out omni_npu_phase"),
-        ("OMNI_NPU_PHASE", "off", "OMNI_NPU_PHASE=off"),
+        ("VLLM_PLUGINS", "ascend", "VLLM_PLUGINS=ascend leaves out omni_npu_phase", "ascend,omni_npu_phase"),
+        ("VLLM_PLUGINS", "", "VLLM_PLUGINS= leaves out omni_npu_phase", "omni_npu_phase"),
+        ("OMNI_NPU_PHASE", "off", "OMNI_NPU_PHASE=off", None),
     ],
 )
 def test_when_the_plugin_does_not_act(
-    variable: str, value: str, reason: str, here: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, reason: str, whole: str | None, here: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _json()[1]["plugin"]["acts"]
     monkeypatch.setenv(variable, value)
-    plugin = _json()[1]["plugin"]
+    report = _json()[1]
+    plugin = report["plugin"]
     assert (plugin["acts"], plugin["reason"]) == (False, f"does not act: {reason}")
+    # Also where the released runner is safe.
+    told = [advice for advice in report["change"] if "VLLM_PLUGINS" in advice]
+    assert told == ([] if value == "off" else [f"set VLLM_PLUGINS={whole}, so that the plugin is loaded"])
 
 
 def test_when_it_is_not_installed(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +205,11 @@ def test_wrong_use(here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
         ("0.30.0", "0.1.dev1+g5d6e7f8", "0.28.0rc1", False, "belongs with vllm-ascend 0.30.0rc2"),
         # Source builds without tags, and what came later: nothing is known against them.
         ("0.1.dev1+g5d6e7f8", "0.30.0", "0.30.0rc2", None, "judged by its code"),
-        ("0.30.0", "0.1.dev1+g5d6e7f8", None, None, "vllm 0.1.dev1+g5d6e7f8 does not say which release it is"),
-        ("0.30.0", "0.30.0", "0.1.dev1+g5d6e7f8", None, "vllm-ascend 0.1.dev1+g5d6e7f8 does not say"),
+        ("0.30.0", "0.1.dev1+g5d6e7f8", None, None, "vllm 0.1.dev1+g5d6e7f8 is built from source"),
+        ("0.30.0", "0.30.0", "0.1.dev1+g5d6e7f8", None, "vllm-ascend 0.1.dev1+g5d6e7f8 is built from source"),
+        # Its newest tag may lie on a branch of an older release.
+        ("0.30.0", "0.30.0", "0.29.0rc2.dev166+g5d6e7f8", None, "vllm-ascend 0.29.0rc2.dev166+g5d6e7f8 is built from"),
+        ("0.28.1.dev9+g1a2b3c4", "0.30.0", "0.30.0rc2", None, "vllm-omni 0.28.1.dev9+g1a2b3c4 is built from source"),
         ("0.99.0", "0.99.0", None, None, "unknown, judged by its code"),
         (None, "0.30.0", None, None, "vllm-omni is not installed"),
         ("0.30.0", None, None, None, "vllm is not installed"),
@@ -226,17 +233,6 @@ def test_only_a_known_pair_is_advised(here: dict[str, Any], monkeypatch: pytest.
     assert "belongs with vllm-ascend 0.30.0rc2, not 0.28.0rc1" in advice
 
 
-def test_cann_and_driver_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
-    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
-    assert doctor._cann() == f"CANN in {tmp_path}"
-    (tmp_path / "x86_64-linux").mkdir()
-    (tmp_path / "x86_64-linux" / "ascend_toolkit_install.info").write_text("package\nversion=8.5.0\n", encoding="utf-8")
-    assert doctor._cann() == f"CANN 8.5.0 in {tmp_path}"
-    monkeypatch.delenv("ASCEND_TOOLKIT_HOME")
-    assert doctor._cann() is None
-
-
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -257,6 +253,59 @@ def test_where_vllm_fails_to_import(source: str, reason: str, tmp_path: Path) ->
     assert reason in report["error"]
     assert report["verdict"] == {"runner": "cannot tell", "model": "safe"}
     assert "make vLLM-Omni importable" in report["change"][0]
+
+
+@pytest.fixture
+def ascend_without_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image with vLLM-Ascend where no NPU is to be seen, for torch_npu cannot be imported."""
+    real = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: "0.30.0rc2" if name == "vllm-ascend" else real(name))
+
+
+def test_without_an_npu_its_runner_is_not_judged(
+    ascend_without_npu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is about the runner that would serve, not about those of GPUs that the same package has."""
+    answer = tmp_path / "answer.json"
+    doctor.probe(str(answer))
+    found = json.loads(answer.read_text(encoding="utf-8"))
+    monkeypatch.setattr(doctor, "_in_another_process", lambda: found)
+    status, report = _json("--model", QWEN)
+    (runner,) = report["runners"]
+    assert (runner["name"], runner["judged_on"]) == ("npu-v1", None)
+    assert runner["undecided"] == "no NPU: cannot import torch_npu (No module named 'torch_npu')"
+    assert report["verdict"] == {"runner": "cannot tell", "model": "safe"}
+    assert status == 2
+    assert [advice.partition(":")[0] for advice in report["change"]] == [
+        "ask again where this process sees an NPU",
+        "enable_chunked_prefill",
+        "block_size",
+    ]
+    shown = _doctor("--model", QWEN).stdout
+    assert "not judged: no NPU" in shown
+    assert "gpu-v1" not in shown
+
+
+def test_without_chunked_prefill_ascend_needs_a_block_size(here: dict[str, Any], ascend_without_npu: None) -> None:
+    """Only beside the advice to switch it off."""
+    assert not any("block_size" in advice for advice in _json("--model", QWEN)[1]["change"])
+    off, size = _json("--model", FISH)[1]["change"]
+    assert off.startswith("enable_chunked_prefill: false for the stage of FishSpeech")
+    assert size.startswith("block_size: 128 for the same stages: ")
+
+
+@pytest.mark.skipif(not metadata.version("vllm-omni").startswith("0.18."), reason="vLLM-Omni 0.18's own fault")
+def test_a_release_without_fields_needs_chunked_prefill_off() -> None:
+    """No mixin takes 0.18's runner, and its Qwen3-TTS decides by span."""
+    report = doctor.examine(QWEN)
+    (runner,) = report.runners
+    assert "T2" in runner["released"]
+    assert not runner["acts"]
+    assert "is no runner that omni-npu-phase knows" in runner["refused"]
+    assert (report.runner_verdict, report.model_verdict, report.exit_status) == ("unsafe", "unsafe", 1)
+    of_runner, of_model = report.change
+    assert of_runner == "enable_chunked_prefill: false for every stage whose model has a preprocess hook"
+    assert of_model.startswith("enable_chunked_prefill: false for the stage of Qwen3TTSTalker")
 
 
 @pytest.mark.skipif(not metadata.version("vllm-omni").startswith("0.20."), reason="vLLM-Omni 0.20's own fault")

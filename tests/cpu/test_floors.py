@@ -22,7 +22,7 @@ FLOORS = (
     {"contract", "settings", "atomic_file"},
     {"buffers", "releases"},
     {"step", "__init__"},
-    {"tracing", "plugin", "workers", "platform", "standins", "emulated_ascend"},
+    {"tracing", "plugin", "workers", "platform", "standins", "ascend", "emulated_ascend"},
     {"conformance", "lint", "bench", "speech"},
     {"doctor"},
     {"commands", "__main__"},
