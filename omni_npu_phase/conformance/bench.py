@@ -218,6 +218,7 @@ class Bench:
                 state.prompt_token_ids = self.prompt(row)
                 state.num_prompt_tokens = row.prompt_len
                 state.output_token_ids.clear()
+                self.sampled.pop(row.request, None)
             # A request that is read again after a preemption has what its furthest step sampled, too.
             end, furthest = row.num_computed + row.span, self.sampled.get(row.request, 0)
             known = max(end, furthest) - row.prompt_len
@@ -234,6 +235,7 @@ class Bench:
         for index, row in enumerate(rows):
             batch.num_computed_tokens_cpu[index] = row.num_computed
             batch.num_prompt_tokens[index] = row.prompt_len
+            batch.num_tokens_no_spec[index] = runner.requests[row.request].num_tokens
         for request in self.setting.missing:
             runner.requests.pop(request, None)
         if self.setting.stale:
