@@ -67,6 +67,8 @@ class Bench:
     """
 
     model_class: type[RecordingModel] = RecordingModel
+    unanswered = 0.0
+    """What an embedding row holds that its hook gave nothing for (E5)."""
 
     def __init__(
         self,
@@ -340,6 +342,9 @@ class StateBench(Bench):
     - pinned memory that a device sees, which only CUDA has: vLLM's own buffers for platforms without it;
     - the dispatcher of captured graphs, and, in scenarios with padding, the captured graph.
     """
+
+    unanswered = UNTOUCHED
+    """Model Runner V2 embeds every token of the step before its hooks; so does the model here."""
 
     model_class = StateModel
 
