@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from omni_npu_phase.conformance.bench import Bench, Sizes, single_stage
+from omni_npu_phase.conformance.recording_model import UNTOUCHED
 from omni_npu_phase.conformance.scenarios import Row, Step, Variant, row
 from omni_npu_phase.contract import MTP_INPUTS
 
@@ -206,6 +207,14 @@ class Outcome:
     left: list[Any] = field(default_factory=list)
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def without_older_steps(self) -> list[Any]:
+        """What was left, with zeros where an embedding row is as it was before the step: no hook's, an older step's."""
+        steps = [entry for entry in self.left if isinstance(entry, tuple)]
+        older, zeros = [UNTOUCHED] * HIDDEN, [0.0] * HIDDEN
+        rest = self.left[len(steps) :]
+        return [(ids, [zeros if each == older else each for each in embeds]) for ids, embeds in steps] + rest
 
 
 class Driven:

@@ -67,6 +67,8 @@ class Bench:
     """
 
     model_class: type[RecordingModel] = RecordingModel
+    unanswered = 0.0
+    """What an embedding row holds that its hook gave nothing for (E5)."""
 
     def __init__(
         self,
@@ -224,6 +226,7 @@ class Bench:
                 state.prompt_token_ids = self.prompt(row)
                 state.num_prompt_tokens = row.prompt_len
                 state.output_token_ids.clear()
+                self.sampled.pop(row.request, None)
             # A request that is read again after a preemption has what its furthest step sampled, too.
             end, furthest = row.num_computed + row.span, self.sampled.get(row.request, 0)
             known = max(end, furthest) - row.prompt_len
@@ -240,6 +243,7 @@ class Bench:
         for index, row in enumerate(rows):
             batch.num_computed_tokens_cpu[index] = row.num_computed
             batch.num_prompt_tokens[index] = row.prompt_len
+            batch.num_tokens_no_spec[index] = runner.requests[row.request].num_tokens
         for request in self.setting.missing:
             runner.requests.pop(request, None)
         if self.setting.stale:
@@ -344,6 +348,9 @@ class StateBench(Bench):
     - pinned memory that a device sees, which only CUDA has: vLLM's own buffers for platforms without it;
     - the dispatcher of captured graphs, and, in scenarios with padding, the captured graph.
     """
+
+    unanswered = UNTOUCHED
+    """Model Runner V2 embeds every token of the step before its hooks; so does the model here."""
 
     model_class = StateModel
 

@@ -57,6 +57,8 @@ class Recording:
     warnings: list[str] = field(default_factory=list)
     fills_rows: bool = False
     """Whether the released runner lets ``preprocess_batch`` fill rows (M10)."""
+    unanswered: float = 0.0
+    """What an embedding row holds that its hook gave nothing for (E5): nothing of an older step."""
     indices: Mapping[str, int] = field(init=False)
     """The number of each request, by which token ids name it."""
 
@@ -80,6 +82,7 @@ def run_scenario(cls: type, scenario: Scenario, variant: Variant, device: torch.
             bench = scenario_bench(cls, scenario, variant, device)
         except Exception as error:
             raise SetupError(f"cannot set up {cls.__qualname__}: {type(error).__name__}: {error}") from error
+        record.unanswered = bench.unanswered
         drive = Drive(bench, record)
         try:
             with torch.inference_mode():

@@ -455,7 +455,7 @@ def _wanted_embeds(run: Recording, placed: _Placed) -> list[list[float]]:
     batched = placed.calls[0].hook == "batched"
     rows = [recording.embedding(run.token(row, index), batched=batched) for index in range(row.span)]
     if run.scenario.behaviour.fault == "short" and row.span > 1:
-        rows[-1] = [UNTOUCHED] * recording.HIDDEN
+        rows[-1] = [run.unanswered] * recording.HIDDEN
     if run.scenario.behaviour.embeds == "shifted" and row.span > 1:
         # The hook moved its rows down by one and gave all but the first; the last row of the span stays as it left it.
         rows[-1] = rows[-2]
@@ -638,7 +638,7 @@ def _special(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             found = (step.embeds or [])[placed.start : placed.start + placed.row.span]
             ids = (step.returned_ids or [])[placed.start : placed.start + placed.row.span]
             kept = ids == [run.token(placed.row, index) for index in range(placed.row.span)]
-            yield clause, "" if found == wanted and kept else f"{placed}: not handled as the released runner does"
+            yield clause, "" if found == wanted and kept else f"{placed}: not handled as the clause says"
         reached = _written_behind(step)
         yield clause, f"rows {reached} behind the spans were written" if reached else ""
 

@@ -125,6 +125,10 @@ class Port(ABC):
         """Token ids for a batched hook."""
         return self.ids[where]
 
+    def selected(self, row: int) -> int:
+        """How many of a row's embeddings are of this step before its hook; those behind them are an older step's."""
+        return self.plan.spans[row]
+
     def write_rows(self, where: Rows, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> None:
         """Write rows; None leaves the token ids or the embeddings as they are (R6, R7)."""
         if embeds is not None:

@@ -208,7 +208,8 @@ def _scalar_embeds(call: Call, embeds: Any, span: int, in_mtp: bool) -> tuple[in
     if in_mtp and not rows:
         raise call.error("E5", "an embedding row for MTP", "none")
     if len(embeds) != span and embeds.shape[1:] == (call.width,):
-        call.deviation("E5", "rows", f"{span} embedding rows", str(len(embeds)))
+        behind = "" if len(embeds) > span else ", and behind them what the runner has for the ids, or zeros"
+        call.deviation("E5", "rows", f"{span} embedding rows", f"{len(embeds)}{behind}")
     if embeds.ndim > 1 or not in_mtp:
         embeds = embeds[:rows]
     if call.fits(embeds, (rows, call.width)):

@@ -72,6 +72,9 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None
             port.fill_mtp(len(in_mtp), where, [ids if new_ids is None else new_ids, new_embeds, *mtp_inputs])
             port.write_rows(where, new_ids, None)
             in_mtp.append(row)
+        if rows < plan.spans[row]:
+            start, end = where.stop, plan.offsets[row] + plan.spans[row]
+            port.embeds[max(start, plan.offsets[row] + port.selected(row)) : end].zero_()
 
 
 def _slices(plan: StepPlan, port: Port, rows: Sequence[int]) -> tuple[Iterable[Any], Iterable[Any]]:

@@ -59,7 +59,8 @@ class PhaseRoutingMixin(PhaseMixin):
         self.model.has_preprocess, phase.selecting = False, True
         try:
             ids, embeds, *passed_through = released(scheduler_output, num_input_tokens, intermediate_tensors)
-            if embeds is None:
+            selected = embeds is not None
+            if not selected:
                 embeds = device_side(self.inputs_embeds)[:num_input_tokens]
                 self._collect_additional_information_for_prefill(plan.spans)
         finally:
@@ -84,7 +85,7 @@ class PhaseRoutingMixin(PhaseMixin):
             if fills_rows and filled:
                 plan = phase.plan = plan.without(frozenset(filled))
         with tools.live:
-            route(plan, RunnerPort(self, phase, plan, ids, embeds))
+            route(plan, RunnerPort(self, phase, plan, ids, embeds, selected=selected))
         if tools.replay is not None:
             tools.replay.keep(new, ids, embeds)
         return (ids, embeds, *passed_through)
@@ -280,8 +281,11 @@ def _overlay_prompt_embeds(
 class RunnerPort(Port):
     """The V1 runner as the route sees it."""
 
-    def __init__(self, runner: Any, phase: Phase, plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> None:
+    def __init__(
+        self, runner: Any, phase: Phase, plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor, *, selected: bool
+    ) -> None:
         super().__init__(phase, plan, runner.model, ids, embeds)
+        self._selected = selected
         self.runner = runner
         tools = _tools_of(runner, phase)
         self._live, self._mtp = tools.live, tools.mtp
@@ -310,6 +314,13 @@ class RunnerPort(Port):
         self._write_keywords(zip(infos, request_ids, prompt_lens, num_computed, states, strict=True))
         req_infos = list(map(self._attach_infos, states, infos, request_ids))
         return self.model.preprocess_decode_batch(input_ids=ids, req_infos=req_infos)
+
+    def selected(self, row: int) -> int:
+        if self._selected:
+            return super().selected(row)
+        # Without embedding of ids, as text models go, a row has the prompt's embeddings that were sent, or none.
+        sent = getattr(self.runner.requests[self.plan.request_ids[row]], "prompt_embeds_cpu", None)
+        return 0 if sent is None else self.plan.prompt_lens[row] - self.plan.num_computed[row]
 
     def lend_ids(self, where: Rows) -> torch.Tensor:
         # As released: those of rows that go to MTP are a copy, any others a slice of the step's own buffer.

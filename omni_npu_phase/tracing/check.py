@@ -13,7 +13,7 @@ from typing import Any
 
 from omni_npu_phase import contract
 from omni_npu_phase.releases import v2
-from omni_npu_phase.tracing.schema import BATCHED, MTP, SCALAR, Header, Row, Step, Trace
+from omni_npu_phase.tracing.schema import BATCHED, FILLED, MTP, SCALAR, Header, Row, Step, Trace
 
 SCHEMA = "omni-npu-phase/trace-check/1"
 SHOWN = (
@@ -120,8 +120,9 @@ class _Judge:
     def _progress(self, step: Step, rows: Sequence[Row]) -> Iterator[_Finding]:
         for row in rows:
             earlier = self._earlier.get(row.request)
-            # Who was away may come back further on, from a cache; who was not must have been computed here.
-            if earlier is not None and earlier.step == step.number - 1:
+            # A prefill row may be of another request with the same id, whose prompt begins in a cache; and who was away
+            # may come back further on.
+            if earlier is not None and earlier.step == step.number - 1 and row.lengths.decode:
                 reached = earlier.row.lengths.end
                 jumps = row.num_computed > reached
                 yield "M4", row, f"{row}: its progress jumps from {reached} to {row.num_computed}" if jumps else ""
@@ -166,7 +167,7 @@ class _Judge:
         for row in rows:
             if self._header.hooks:
                 yield "M1", row, f"{row} got no hook call" if row.hook is None else ""
-            if row.hook is None:
+            if row.hook in (None, FILLED):
                 continue
             if row.hook == BATCHED:
                 yield "R2", row, "" if row.lengths.eligible else f"{row} is {_kind(row)} and went to the batched hook"
@@ -230,7 +231,7 @@ class _Judge:
             elif row.seen_by_mtp:
                 astray = row.mtp_at is not None and row.mtp_at != row.at
                 yield "T4", row, f"{row} lies at {row.at}, MTP was given {row.mtp_at} for it" if astray else ""
-            elif row.hook is not None:
+            elif row.hook not in (None, FILLED):
                 why = " (unless its hook gave no mtp_inputs: E7)" if row.hook == SCALAR else ""
                 yield "T4", row, f"{row} was left out of MTP{why}"
         if inside:

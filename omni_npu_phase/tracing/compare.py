@@ -44,7 +44,7 @@ class Comparison:
 
 
 def pairs(path: Path, other: Path | None) -> list[tuple[Trace, Trace]]:
-    """Traces to compare: the ranks of each stage in a folder, or two files, or what two folders hold of each rank.
+    """Traces to compare: the ranks of each replica in a folder, or two files, or what two folders hold of each rank.
 
     Raises :class:`TraceError` where nothing matches, or more than one file is of the same rank.
     """
@@ -52,12 +52,13 @@ def pairs(path: Path, other: Path | None) -> list[tuple[Trace, Trace]]:
         if not path.is_dir():
             raise TraceError(f"{path} is one trace: name another, or a folder of ranks")
         ranks = _by_rank(path, find(path))
-        groups: dict[tuple[int, int], list[Trace]] = {}
+        groups: dict[tuple[int, ...], list[Trace]] = {}
         for trace in ranks.values():
-            groups.setdefault((trace.header.stage, trace.header.dp), []).append(trace)
+            header = trace.header
+            groups.setdefault((header.stage, header.replica, header.dp), []).append(trace)
         found = [(group[0], each) for group in groups.values() for each in group[1:]]
         if not found:
-            raise TraceError(f"{path} holds no two ranks of one stage")
+            raise TraceError(f"{path} holds no two ranks of one replica of a stage")
         return found
     left, right = find(path), find(other)
     if len(left) == len(right) == 1:
@@ -73,7 +74,7 @@ def _by_rank(path: Path, traces: Sequence[Trace]) -> dict[tuple[int, ...], Trace
     found: dict[tuple[int, ...], Trace] = {}
     for trace in traces:
         header = trace.header
-        rank = (header.stage, header.dp, header.pp, header.tp)
+        rank = (header.stage, header.replica, header.dp, header.pp, header.tp)
         if rank in found:
             twice = f"{found[rank].path.name} and {trace.path.name}"
             raise TraceError(f"{path} holds two traces of {header.title}, {twice}: keep one run in a folder")

@@ -17,6 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from omni_npu_phase import __version__
 from omni_npu_phase.contract import FIELDS
 from omni_npu_phase.releases import v2
@@ -34,6 +36,8 @@ OBSERVER = "_omni_npu_phase_trace"
 # vLLM shows what is logged under its own name.
 logger = logging.getLogger("vllm.omni_npu_phase")
 
+_REPLICA_VARIABLE = "VLLM_OMNI_REPLICA_ID"
+"""Where vLLM-Omni tells the processes of an engine which replica of its stage they are, from 0.24 on."""
 _MIXINS = ("PhaseRoutingMixin", "PhaseStateMixin")
 _TOLD = itemgetter(*FIELDS)
 _ROW, _OFFSET = itemgetter(0), itemgetter(1)
@@ -196,6 +200,7 @@ class _Observer(ABC):
         batched, gathers, mtp = self._offers()
         return Header(
             stage=int(getattr(config, "stage_id", None) or 0),
+            replica=int(os.environ.get(_REPLICA_VARIABLE) or 0),
             dp=_rank("_DP"),
             pp=_rank("_PP"),
             tp=_rank("_TP"),
@@ -241,7 +246,11 @@ class _RunnerObserver(_Observer):
     def _snapshot(self, scheduler_output: Any, num_input_tokens: int, *_: Any, **__: Any) -> Observed:
         batch = self.runner.input_batch
         request_ids = list(batch.req_ids)
-        count = len(request_ids)
+        count, starts, known = (
+            len(request_ids),
+            self.runner.query_start_loc.cpu,
+            getattr(batch, "num_tokens_no_spec", None),
+        )
         return Observed(
             self._number,
             time.perf_counter_ns(),
@@ -250,8 +259,10 @@ class _RunnerObserver(_Observer):
             batch.num_computed_tokens_cpu[:count].copy(),
             # Made for this step and not changed after it.
             scheduler_output.num_scheduled_tokens,
-            self.runner.query_start_loc.np[:count].copy(),
+            # From the half of the pair that the released code reads: the host's, or the tensor itself.
+            np.asarray((starts() if callable(starts) else starts)[:count]).copy(),
             num_input_tokens,
+            None if known is None else known[:count].copy(),
         )
 
     def _mtp(self, released: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,7 +285,19 @@ class _RunnerObserver(_Observer):
 
         return call
 
+    def _filling(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def call(*args: Any, **keywords: Any) -> Any:
+            filled = hook(*args, **keywords)
+            if self.step is not None and filled:
+                self.step.filled = tuple(filled)
+            return filled
+
+        return call
+
     def _watch_hooks(self) -> None:
+        if getattr(self._model, "preprocess_batch_fills_rows", False):
+            _stand_before(self._model, "preprocess_batch", self._filling, self._model_hooks)
         _stand_before(self._model, BATCHED_HOOK, self._batched, self._model_hooks)
         if self._hooks:
             _stand_before(self._model, SCALAR_HOOK, self._scalar, self._model_hooks)
@@ -310,6 +333,8 @@ class _StateObserver(_Observer):
             input_batch.num_scheduled_tokens[:count].copy(),
             input_batch.query_start_loc_np[:count].copy(),
             int(input_batch.num_tokens_after_padding),
+            # Of a request that was preempted, its outputs are counted as prefill.
+            getattr(input_batch, "prefill_len_np", None),
         )
 
     def _mtp(self, released: Callable[..., Any]) -> Callable[..., Any]:

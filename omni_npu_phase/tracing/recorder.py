@@ -8,9 +8,10 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,8 +31,6 @@ RING_STEPS = 1024
 """Steps that wait to be written; more push the oldest out, and its number is missing in the file."""
 FLUSH_SECONDS = 0.25
 """How often what waits is written: as much is lost when a process is killed."""
-KNOWN_REQUESTS = 4096
-"""Requests whose progress is remembered to mark replays."""
 _PAUSE_SECONDS = 0.0005
 _EPOCH = time.time_ns() - time.perf_counter_ns()
 """What makes a reading of the clock a time since the epoch."""
@@ -53,10 +52,14 @@ class Observed:
     """By row, or by request id."""
     offsets: Integers
     buffer_rows: int
+    known: Integers | None = None
+    """Tokens that each request has, sampled ones too: what a row reads of them again is a replay."""
     calls: list[tuple[str, Sequence[Any], Sequence[Any] | None]] = field(default_factory=list)
     """Hook calls in order: the hook, its request ids, and what each was told."""
     mtp: list[tuple[Sequence[Any], Sequence[int] | None]] = field(default_factory=list)
     """MTP calls in order: request ids, and their offsets."""
+    filled: Sequence[Any] = ()
+    """Requests whose rows ``preprocess_batch`` filled itself."""
     plan: StepPlan | None = None
     ended: int = 0
     error: str | None = None
@@ -81,7 +84,6 @@ class Recorder:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._pid = os.getpid()
-        self._reached: OrderedDict[str, int] = OrderedDict()
         self._infers_scalar = False
         # atexit alone would not do: forked workers of multiprocessing end without it.
         self._at_exit = Finalize(None, _close, args=(self._pid, self._finish), exitpriority=100)
@@ -132,7 +134,7 @@ class Recorder:
                 while self._ring and not self.stopped:
                     step = self._ring.popleft()
                     file = self._opened()
-                    file.write(_line(described(step, self._reached, infer_scalar=self._infers_scalar)))
+                    file.write(_line(described(step, infer_scalar=self._infers_scalar)))
                     if pause:
                         time.sleep(pause)
                 if self._file is not None and not self.stopped:
@@ -185,13 +187,13 @@ def _line(document: Mapping[str, Any]) -> str:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def described(step: Observed, reached: OrderedDict[str, int], *, infer_scalar: bool) -> dict[str, Any]:
+def described(step: Observed, *, infer_scalar: bool) -> dict[str, Any]:
     """The step as its line in the file.
 
-    ``reached``: how far each request was computed before; the step is added to it. ``infer_scalar``: calls of the
-    scalar hook were not watched, so that rows which no batched call took are put down to it.
+    ``infer_scalar``: calls of the scalar hook were not watched, so that rows which no batched call took are put down
+    to it.
     """
-    rows = _rows(step, reached)
+    rows = _rows(step)
     by_request = {row.request: row for row in rows}
     strays: list[list[Any]] = []
     called: set[str] = set()
@@ -205,6 +207,9 @@ def described(step: Observed, reached: OrderedDict[str, int], *, infer_scalar: b
             row.hook, row.call, row.entry = hook, number, index
             if told is not None:
                 row.told = [_plain(value) for value in told[index]]
+    for request in step.filled:
+        if request in by_request and request not in called:
+            by_request[request].hook = schema.FILLED
     if infer_scalar and step.error is None:
         for row in rows:
             if row.hook is None and not row.request.startswith(v2.WARMUP):
@@ -229,7 +234,7 @@ def described(step: Observed, reached: OrderedDict[str, int], *, infer_scalar: b
     return document
 
 
-def _rows(step: Observed, reached: OrderedDict[str, int]) -> list[schema.Row]:
+def _rows(step: Observed) -> list[schema.Row]:
     spans = step.spans
     if isinstance(spans, Mapping):
         by_row = [spans.get(request, schema.NOT_SCHEDULED) for request in step.request_ids]
@@ -237,31 +242,27 @@ def _rows(step: Observed, reached: OrderedDict[str, int]) -> list[schema.Row]:
         by_row = spans.tolist()
     told = {} if step.plan is None else {request: row for row, request in enumerate(step.plan.request_ids)}
     rows = []
-    for request, prompt_len, num_computed, span, at in zip(
+    for request, prompt_len, num_computed, span, at, known in zip(
         step.request_ids,
         step.prompt_lens.tolist(),
         step.num_computed.tolist(),
         by_row,
         step.offsets.tolist(),
+        repeat(0, len(step.request_ids)) if step.known is None else step.known.tolist(),
         strict=True,
     ):
-        furthest = reached.pop(request, None)
         lengths = contract.Row(prompt_len, num_computed, span)
         row = schema.Row(
             *(request, prompt_len, num_computed, span, at),
             phase=lengths.phase,
             crosses=lengths.crosses,
-            # A request that was computed up to here has one token more, which it is to read next.
-            replay=furthest is not None and lengths.replays(furthest + 1),
+            replay=lengths.replays(known),
         )
         if step.plan is not None and request in told:
             fields: dict[str, Any] = {}
             step.plan.write_fields([told[request]], [fields])
             row.told = [_plain(value) for value in fields.values()]
-        reached[request] = max(lengths.end, furthest or 0)
         rows.append(row)
-    while len(reached) > KNOWN_REQUESTS:
-        reached.popitem(last=False)
     return rows
 
 

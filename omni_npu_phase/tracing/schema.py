@@ -12,7 +12,8 @@ from typing import Any
 from omni_npu_phase import contract
 
 FORMAT = "omni-npu-phase/trace"
-SCHEMA = 1
+SCHEMA = 2
+"""Schema 1 had no replica, and no rows that ``preprocess_batch`` fills."""
 COLUMNS = (
     *("request", "P", "C", "S", "at", "phase", "crosses", "replay"),
     *("hook", "call", "entry", "mtp", "mtp_at", "told"),
@@ -22,6 +23,8 @@ NOT_SCHEDULED = -1
 """The span of a row that the scheduler gave none."""
 BATCHED, SCALAR, MTP = "batched", "scalar", "mtp"
 """Hooks in ``hook`` and, with MTP, in strays."""
+FILLED = "filled"
+"""``hook`` of a row that ``preprocess_batch`` filled, and that gets no hook for that."""
 _LONGEST_HEADER = 1 << 16
 
 
@@ -43,7 +46,7 @@ class Row:
     crosses: bool = False
     replay: bool = False
     hook: str | None = None
-    """``batched`` or ``scalar``; None where no call was seen."""
+    """``batched``, ``scalar`` or ``filled``; None where no call was seen."""
     call: int | None = None
     """Number of the hook call in the step; rows of one batched call share it. None for a scalar call not watched."""
     entry: int | None = None
@@ -118,6 +121,8 @@ class Header:
     """Who wrote a trace."""
 
     stage: int
+    replica: int
+    """Which engine of the stage it is, where a stage has several."""
     dp: int
     pp: int
     tp: int
@@ -142,11 +147,11 @@ class Header:
 
     @property
     def file_stem(self) -> str:
-        return f"trace-stage{self.stage}-dp{self.dp}-pp{self.pp}-tp{self.tp}-pid{self.pid}"
+        return f"trace-stage{self.stage}-replica{self.replica}-dp{self.dp}-pp{self.pp}-tp{self.tp}-pid{self.pid}"
 
     @property
     def title(self) -> str:
-        return f"stage {self.stage} DP {self.dp} PP {self.pp} TP {self.tp}"
+        return f"stage {self.stage} replica {self.replica} DP {self.dp} PP {self.pp} TP {self.tp}"
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "schema": SCHEMA, **asdict(self), "columns": list(COLUMNS)}
@@ -199,6 +204,7 @@ def read(path: Path) -> Trace:
         raise TraceError(f"{path} names no schema")
     if schema > SCHEMA:
         raise TraceError(f"{path} has schema {schema}, this version reads up to {SCHEMA}: update omni-npu-phase")
+    raw = {"replica": 0, **raw} if schema == 1 else raw
     kinds = {each.name: each.type for each in fields(Header)}
     damaged = [name for name, kind in kinds.items() if type(raw.get(name)).__name__ != kind]
     if damaged or raw.get("columns") != list(COLUMNS) or not _is_text(line, raw):
@@ -238,7 +244,7 @@ def _row(values: Any) -> Row:
     if not isinstance(values, list) or len(values) != len(COLUMNS):
         raise ValueError(f"a row has {len(COLUMNS)} values")
     row = Row(*map(_value, COLUMNS, values, _KINDS))
-    if row.hook not in (None, BATCHED, SCALAR):
+    if row.hook not in (None, BATCHED, SCALAR, FILLED):
         raise ValueError(f"hook is {row.hook!r}")
     if row.told is not None:
         if len(row.told) != len(contract.FIELDS):

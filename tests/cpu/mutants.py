@@ -949,6 +949,8 @@ MUTANTS: tuple[Mutant, ...] = (
            (_given_to_mtp(_made_to_fit),)),
     Mutant("long-results-whole", ("E5",), "rows behind the span are written too",
            (Change(results, "scalar_result", _whole_result),), raises=("RuntimeError",)),
+    Mutant("unanswered-rows-stale", ("E5",), "rows that a hook gives nothing for keep an older step's embeddings",
+           (Change(mixin.RunnerPort, "selected", lambda original, port, row: port.plan.spans[row]),)),
     Mutant("results-unchecked", ("E5", "E5b"), "every tensor is taken for one like the step's buffer",
            (Change(Call, "fits", lambda original, call, *args: True),),
            raises=("RuntimeError", "NotImplementedError", "AttributeError", "IndexError")),

@@ -39,14 +39,15 @@ def test_right_steps_leave_what_the_released_runner_leaves(released: type, mixed
 def test_malformed_results_end_as_on_the_released_runner_or_better(
     released: type, mixed: type, hook: Hook, mtp: bool
 ) -> None:
-    """What it survives is survived, with the same bytes; what it dies of is survived too or is an error by its name."""
+    """What it survives is survived, with the same bytes, but for rows that it leaves as they were; what it dies of is
+    survived too or is an error by its name."""
     oracle, ours = _pair(released, mixed, hook, mtp)
     survived = died = 0
     for seed in SEEDS:
         wanted, found = oracle.run(seed, malformed=True), ours.run(seed, malformed=True)
         if wanted.error is None:
             assert found.error is None, seed
-            assert found.left == wanted.left, seed
+            assert found.left == wanted.without_older_steps, seed
             survived += bool(found.warnings)
         else:
             assert found.error is None or isinstance(found.error, ContractError), (seed, found.error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from omni_npu_phase.conformance.scenarios import BY_ID, Hook, Variant
 from omni_npu_phase.releases import names_in, runtime_of
 from omni_npu_phase.step import v1
 from omni_npu_phase.step.plan import Run, StepPlan
+from omni_npu_phase.tracing.check import check
+from tests.cpu.test_tracing import _traced as traced
 
 _FLAG = "preprocess_batch_fills_rows"
 
@@ -58,6 +61,20 @@ def test_filled_rows_are_left_alone(hook: Hook, mtp: bool, filling: type) -> Non
     assert run.error is None
     assert [sorted(step.log.filled) for step in run.steps] == [["f", "g"], ["f"], ["g"]]
     assert routing.compare(run) is None
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+@pytest.mark.parametrize("hooks", [True, False])
+def test_a_trace_says_which_rows_were_filled(hooks: bool, mtp: bool, filling: type, tmp_path: Path) -> None:
+    """They got no hook call, and were not left out of MTP: nothing about them breaches M1 or T4."""
+    result = traced(tmp_path, filling, "batch-hook-fills", "scalar", mtp, hooks=hooks)
+    assert result.check.findings == []
+    filled = [[row.request for row in step.rows if row.hook == "filled"] for step in result.trace.steps()]
+    assert [sorted(rows) for rows in filled] == [["f", "g"], ["f"], ["g"]]
+    result.trace.path.write_text(result.trace.path.read_text().replace('"filled"', "null" if hooks else '"scalar"'))
+    assert {finding.clause for finding in check([result.trace]).findings} == (
+        {"M1"} if hooks else {"T4"} if mtp else set()
+    )
 
 
 def test_a_runner_of_an_earlier_release_fills_none(released: type) -> None:

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -46,8 +45,8 @@ from .mutants import MUTANTS
 
 CPU = torch.device("cpu")
 HEADER = Header(
-    stage=0, dp=0, pp=0, tp=0, pid=7, runner="a.Runner", family="v1", mixin=False, model="Model", preprocess=True,
-    batched=True, gathers=False, mtp=True, hooks=True, version="0.1.0",
+    stage=0, replica=0, dp=0, pp=0, tp=0, pid=7, runner="a.Runner", family="v1", mixin=False, model="Model",
+    preprocess=True, batched=True, gathers=False, mtp=True, hooks=True, version="0.1.0",
 )  # fmt: skip
 
 
@@ -155,6 +154,71 @@ def test_marks(mixed: type, tmp_path: Path) -> None:
     assert [replay for _, _, replay in marked["replay"]] == [False, False, False, False, True, True]
 
 
+def _replays(trace: Trace) -> list[tuple[int, bool]]:
+    return [(each.num_computed, each.replay) for step in trace.steps() for each in step.rows]
+
+
+def test_an_id_that_comes_again_is_another_request(mixed: type, tmp_path: Path) -> None:
+    """With another prompt, or with cached tokens: nothing is replayed, and its progress does not jump."""
+    lengths = ((5, 0, 5), (5, 5, 1), (5, 6, 1), (4, 0, 4), (4, 4, 1), (20, 16, 4), (20, 20, 1))
+    result = _traced(tmp_path, mixed, Scenario("again", "", (), tuple((row("a", *each),) for each in lengths)))
+    assert result.check.findings == []
+    assert result.check.judged["M4"]
+    assert not any(replay for _, replay in _replays(result.trace))
+
+
+def test_rejected_drafts_are_no_replay(mixed: type, tmp_path: Path) -> None:
+    """P4, C5 S3, C6 S3, C7 S1: both times the drafts of the span are rejected. Read again, the same rows are."""
+    with single_stage(), torch.inference_mode():
+        lengths = ((4, 4, 1), (4, 5, 3), (4, 6, 3), (4, 7, 1), (4, 5, 1), (4, 6, 1), (4, 7, 1))
+        steps = tuple((row("a", *each),) for each in lengths)
+        bench = scenario_bench(mixed, Scenario("drafts", "", (), steps), Variant("scalar", True), CPU)
+        own = tracing.record(bench.runner, tmp_path)
+        for rows in steps:
+            # What the request has when the step begins: one token more than was computed, at the furthest.
+            known = max(bench.sampled.get("a", 0), rows[0].num_computed + 1)
+            bench.update_requests(rows)
+            state = bench.runner.requests["a"]
+            del state.output_token_ids[known - rows[0].prompt_len :]
+            bench.runner.input_batch.num_tokens_no_spec[0] = state.num_tokens
+            bench.sampled["a"] = known
+            bench.fill_inputs(rows, [0, rows[0].span])
+            bench.preprocess(rows, rows[0].span)
+        own.close()
+    (trace,) = schema.find(tmp_path)
+    assert [replay for _, replay in _replays(trace)] == [False, False, False, False, True, True, False]
+
+
+def test_the_replica_of_a_stage_is_in_the_header(mixed: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of a stage are traced into one folder; ranks are compared within a replica, folders replica by
+    replica."""
+    found = []
+    for replica in ("0", "1"):
+        monkeypatch.setenv("VLLM_OMNI_REPLICA_ID", replica)
+        found.append(_traced(tmp_path / "one", mixed, ("tail", "table")[int(replica)]).trace)
+    assert [trace.header.replica for trace in found] == [0, 1]
+    alone = _cli("compare", tmp_path / "one")
+    assert (alone.exit_code, "no two ranks of one replica" in " ".join(alone.stderr.split())) == (2, True)
+    for trace in found:
+        steps = trace.path.read_text(encoding="utf-8").splitlines(keepends=True)[1:]
+        for folder, header in (("one", replace(trace.header, tp=1)), ("two", replace(trace.header, pid=9))):
+            path = tmp_path / folder / f"{header.file_stem}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(header.as_json()) + "\n" + "".join(steps), encoding="utf-8")
+    ranks = _cli("compare", tmp_path / "one")
+    assert (ranks.exit_code, ranks.stdout.count("the same in")) == (0, 2), ranks.output
+    for trace in found:
+        (tmp_path / "one" / f"{replace(trace.header, tp=1).file_stem}.jsonl").unlink()
+    both = _cli("compare", tmp_path / "one", tmp_path / "two")
+    assert (both.exit_code, both.stdout.count("the same in")) == (0, 2), both.output
+
+
+def test_a_trace_of_schema_1_is_read(tmp_path: Path) -> None:
+    header = {name: value for name, value in HEADER.as_json().items() if name != "replica"}
+    path = _write(tmp_path / "old.jsonl", _line(0, _decode()), header={**header, "schema": 1})
+    assert schema.read(path).header == HEADER
+
+
 def test_no_prompt_and_no_audio(mixed: type, tmp_path: Path) -> None:
     result = _traced(tmp_path, mixed, "mixed")
     _, *lines = map(json.loads, result.trace.path.read_text().splitlines())
@@ -260,18 +324,6 @@ def test_a_model_that_is_taken_away_is_let_go(mixed: type, tmp_path: Path) -> No
     assert not any(each.strays for each in trace.steps())
 
 
-class _WithoutHostSide:
-    """A buffer of a runner that keeps none for the host in NumPy."""
-
-    def __init__(self, buffer: Any) -> None:
-        self._buffer = buffer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "np":
-            raise AttributeError("no host side")
-        return getattr(self._buffer, name)
-
-
 def test_an_observer_that_fails_ends_the_recording_only(released: type, tmp_path: Path) -> None:
     bench = _bench(released, 2)
     own = tracing.record(bench.runner, tmp_path)
@@ -281,11 +333,12 @@ def test_an_observer_that_fails_ends_the_recording_only(released: type, tmp_path
             bench.step()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.runner, "query_start_loc", _WithoutHostSide(bench.runner.query_start_loc))
+        patch.delattr(bench.runner.input_batch, "num_prompt_tokens")
         said = _said(own, serve)
     assert own.path is None
     assert said == [
-        "omni-npu-phase: cannot observe GPUARModelRunner (AttributeError: no host side). "
+        "omni-npu-phase: cannot observe GPUARModelRunner (AttributeError: 'InputBatch' object has no "
+        "attribute 'num_prompt_tokens'). "
         "The trace ends here, the engine goes on."
     ]
 
@@ -400,9 +453,6 @@ def test_memory_is_bounded_and_a_gap_is_noted(tmp_path: Path, monkeypatch: pytes
     (trace,) = schema.find(tmp_path)
     assert len(list(trace.steps())) == 1 + recorder.RING_STEPS
     assert trace.notes == [f"{trace.path.name} lacks 5 steps before step 6"]
-    reached: OrderedDict[str, int] = OrderedDict()
-    recorder.described(_observed(0, rows=recorder.KNOWN_REQUESTS + 9), reached, infer_scalar=False)
-    assert len(reached) == recorder.KNOWN_REQUESTS
 
 
 # The end of a process, and of a disk.
@@ -771,7 +821,7 @@ _NEWER = {**HEADER.as_json(), "schema": schema.SCHEMA + 1}
         (b"[" * 100000, "is no trace of omni-npu-phase"),
         (b'{"traceEvents": []}\n', "is no trace of omni-npu-phase"),
         (b'{"format": "omni-npu-phase/trace"}\n', "names no schema"),
-        (json.dumps(_NEWER).encode() + b"\n", "has schema 2, this version reads up to 1: update omni-npu-phase"),
+        (json.dumps(_NEWER).encode() + b"\n", "has schema 3, this version reads up to 2: update omni-npu-phase"),
         (b'{"format": "omni-npu-phase/trace", "schema": 1}\n', "has a damaged header: stage, dp, pp"),
         (json.dumps(HEADER.as_json()).encode() + b"\nnonsense\n{}\n", "line 2: no step of a trace"),
         (json.dumps(HEADER.as_json()).encode() + b'\n{"step": 0}\n', "line 2: no step of a trace (KeyError: 'time')"),
@@ -864,7 +914,7 @@ def test_missing_and_empty_places(tmp_path: Path) -> None:
 def test_the_schema_is_documented() -> None:
     """docs/trace.md has every name that is in a file, and the clauses that check judges."""
     text = (Path(__file__).parents[2] / "docs" / "trace.md").read_text(encoding="utf-8")
-    step = recorder.described(_observed(0), OrderedDict(), infer_scalar=False)
+    step = recorder.described(_observed(0), infer_scalar=False)
     for name in (*HEADER.as_json(), *schema.COLUMNS, *step, "strays", "error"):
         assert f"`{name}`" in text, name
     assert f"schema {schema.SCHEMA}" in text
@@ -982,7 +1032,7 @@ def test_ranks_must_be_the_same(tmp_path: Path) -> None:
     assert (result.exit_code, "keep one run in a folder" in " ".join(result.stderr.split())) == (2, True)
     (tmp_path / "trace-again.jsonl").unlink()
     result = _cli("compare", tmp_path)
-    assert (result.exit_code, "no two ranks of one stage" in " ".join(result.stderr.split())) == (2, True)
+    assert (result.exit_code, "no two ranks of one replica" in " ".join(result.stderr.split())) == (2, True)
 
 
 def test_strays_and_errors_are_compared(tmp_path: Path) -> None:
