@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Coverage rests while a test marked ``no_cover`` runs, and goes on whatever becomes of the test."""
+    """Coverage rests while a test marked ``no_cover`` runs, in processes that it starts too, and then goes on."""
     measuring = None
     if item.get_closest_marker("no_cover"):
         from coverage import Coverage
@@ -48,7 +48,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
     measuring.stop()
     try:
-        return (yield)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
+                patch.delenv(name)
+            return (yield)
     finally:
         measuring.start()
 

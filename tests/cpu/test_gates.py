@@ -55,6 +55,7 @@ import counted
 @pytest.mark.no_cover
 def test_that_fails():
     counted.rests()
+    subprocess.run([sys.executable, "-c", "import counted; counted.rests_elsewhere()"], check=True)
     raise AssertionError
 
 def test_after_it():
@@ -70,6 +71,9 @@ def counts():
 
 def elsewhere():
     a = 1
+
+def rests_elsewhere():
+    a = 1
 """
 
 
@@ -83,7 +87,13 @@ def test_coverage_goes_on_after_a_marked_test_that_fails(workers: list[str], tmp
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert _coverage(tmp_path, "combine").returncode == 0
     (line,) = [line for line in _coverage(tmp_path, "report").stdout.splitlines() if line.startswith("counted")]
-    assert line.split()[-1] == "3", line
+    assert line.split()[-2:] == ["3,", "12"], line
+
+
+def test_tests_of_a_file_share_a_process(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist names the group where it knows it. Without groups, each process would make the same engines."""
+    if request.config.getoption("loadgroup", False):
+        assert request.node.nodeid.endswith("@test_gates")
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ def test_numpy_is_the_only_dependency() -> None:
     assert [requirement.partition(">")[0] for requirement in project["dependencies"]] == ["numpy"]
 
 
+@pytest.mark.no_cover
 def test_the_base_package_is_enough_for_the_mixin(tmp_path: Path) -> None:
     """Installed without dependencies, and without the command line's libraries, the mixin runs a step."""
     source = tmp_path / "source"

@@ -238,11 +238,14 @@ def test_first_failure_stops(kit: Kit) -> None:
     assert re.search(r"- judged: 3 of \d{3} ", (kit.folder / "report.md").read_text(encoding="utf-8"))
 
 
+@pytest.mark.no_cover
 def test_in_two_processes(pytester: pytest.Pytester) -> None:
+    """Both collect. One runs what both found, and the report is written by a third, which runs nothing."""
     pytest.importorskip("xdist")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "xdist", "-p", PLUGIN, "-n", "2", "-k-tail- or -mutated-fields-",
-         "--pyargs", "omni_npu_phase.conformance", "--phase-runner", "gpu-v1", "--phase-report", "report.md"],
+        [sys.executable, "-m", "pytest", "-p", "xdist", "-p", PLUGIN, "-n", "2", "--dist", "loadfile",
+         "-k-tail- or -mutated-fields-", "--pyargs", "omni_npu_phase.conformance",
+         "--phase-runner", "gpu-v1", "--phase-report", "report.md"],
         cwd=pytester.path,
         capture_output=True,
         text=True,

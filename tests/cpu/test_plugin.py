@@ -295,7 +295,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Python = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def python(metadata: Path) -> Python:
     def run(code: str, *folders: Path | str, **environment: str) -> subprocess.CompletedProcess[str]:
         # Another release may lie over the environment; ROOT is there for those who run pytest without it.
@@ -309,15 +309,34 @@ def python(metadata: Path) -> Python:
 
 
 # As vLLM's WorkerWrapperBase does it: plugins first, then the worker by name. What the worker builds is read from its
-# own code: the attribute, or the global that its init_device calls.
+# own code: the attribute, or the global that its init_device calls. What the environment may say is asked before.
 SPAWNED = """
 import inspect
 import multiprocessing
+import os
+import sys
+
+def loads(**variables):
+    from vllm import plugins
+
+    os.environ.update(variables)
+    plugins.plugins_loaded = False
+    plugins.load_general_plugins()
+    own = sys.modules.get("omni_npu_phase.plugin")
+    found = bool(own) and own._FINDER in sys.meta_path
+    if own:
+        own.uninstall()
+    plugins.plugins_loaded = False
+    return str(found)
 
 def child(queue):
     from vllm.plugins import load_general_plugins
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
+    off = loads(OMNI_NPU_PHASE="off")
+    del os.environ["OMNI_NPU_PHASE"]
+    queue.put(["loads", loads(VLLM_PLUGINS="another"), loads(VLLM_PLUGINS="another,omni_npu_phase"), off])
+    del os.environ["VLLM_PLUGINS"]
     load_general_plugins()
     load_general_plugins()
     for kind, name in (("ar", "GPUARWorker"), ("generation", "GPUGenerationWorker")):
@@ -328,59 +347,39 @@ def child(queue):
         else:
             (called,) = [called for called in build.__code__.co_names if called.endswith("ModelRunner")]
             runner = build.__globals__[called]
-        queue.put([cls.__name__ for cls in runner.__mro__])
+        queue.put([kind, *(cls.__name__ for cls in runner.__mro__)])
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=child, args=(queue,))
     process.start()
-    for kind in ("ar", "generation"):
-        print(kind, *queue.get(timeout=240))
+    for _ in range(3):
+        print("child:", *queue.get(timeout=240))
     process.join()
 """
 
 
-def _mros(python: Python, tmp_path: Path, **environment: str) -> dict[str, list[str]]:
-    script = tmp_path / "spawned.py"
+@pytest.fixture(scope="module")
+def spawned(python: Python, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What a worker's process answered: ``loads``, and the bases of each kind of worker's runner."""
+    script = tmp_path_factory.mktemp("spawned") / "spawned.py"
     script.write_text(SPAWNED, encoding="utf-8")
-    done = python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", **environment)
+    done = python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(KINDS)]
-    mros = {kind: mro for kind, *mro in lines}
-    assert mros.keys() == set(KINDS)
-    return mros
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("child: ")]
+    return {kind: answer for kind, *answer in lines}
 
 
-def test_a_spawned_worker_builds_the_class_with_the_mixin(python: Python, tmp_path: Path) -> None:
+def test_a_spawned_worker_builds_the_class_with_the_mixin(spawned: dict[str, list[str]]) -> None:
     """On whichever release is installed, or lies over it."""
-    for kind, mro in _mros(python, tmp_path).items():
-        assert mro.index("PhaseRoutingMixin") < mro.index("OmniGPUModelRunner"), kind
-    for kind, mro in _mros(python, tmp_path, OMNI_NPU_PHASE="off").items():
-        assert "PhaseRoutingMixin" not in mro, kind
+    for kind in KINDS:
+        assert spawned[kind].index("PhaseRoutingMixin") < spawned[kind].index("OmniGPUModelRunner"), kind
 
 
-_LOAD = """
-import os
-import sys
-from vllm import plugins
-
-for named in (None, "another", "another,omni_npu_phase"):
-    if named is not None:
-        os.environ["VLLM_PLUGINS"] = named
-    plugins.plugins_loaded = False
-    plugins.load_general_plugins()
-    own = sys.modules.get("omni_npu_phase.plugin")
-    print("loaded:", bool(own) and own._FINDER in sys.meta_path)
-    if own:
-        own.uninstall()
-"""
-
-
-def test_vllm_plugins_is_honoured(python: Python) -> None:
-    done = python(_LOAD)
-    loaded = [line for line in done.stdout.splitlines() if line.startswith("loaded: ")]
-    assert loaded == ["loaded: True", "loaded: False", "loaded: True"], done.stderr
+def test_vllm_plugins_and_off_are_honoured(spawned: dict[str, list[str]]) -> None:
+    """Where the plugin does not load, or with ``off``, no later import is watched."""
+    assert spawned["loads"] == ["False", "True", "False"]
 
 
 def test_installing_imports_nothing_heavy(python: Python) -> None:

@@ -460,6 +460,7 @@ def left_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
     return find
 
 
+@pytest.mark.no_cover
 def test_the_command_says_one_line_and_leaves_no_process(tmp_path: Path, left_over: Callable[[], list[int]]) -> None:
     command = [sys.executable, "-m", "omni_npu_phase", "validate", "--budget", "8", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -470,6 +471,7 @@ def test_the_command_says_one_line_and_leaves_no_process(tmp_path: Path, left_ov
     assert left_over() == []
 
 
+@pytest.mark.no_cover
 def test_an_engine_that_dies_says_why(model: Path, tmp_path: Path, left_over: Callable[[], list[int]]) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
@@ -517,6 +519,7 @@ def _hello(model: Path, timeout: float = engine.TIMEOUT) -> EngineSpec:
     return EngineSpec("first", str(model), "cpu", (Prompt("Hello", "vivian", "english"),), 4, None, timeout)
 
 
+@pytest.mark.no_cover
 def test_an_engine_that_takes_too_long_is_ended(
     model: Path, left_over: Callable[[], list[int]], scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,6 +538,7 @@ def test_an_engine_that_takes_too_long_is_ended(
     assert _left_in(scratch) == []
 
 
+@pytest.mark.no_cover
 def test_a_killed_engine_names_the_signal(model: Path, left_over: Callable[[], list[int]], scratch: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(engine.run, _hello(model))
@@ -546,6 +550,7 @@ def test_a_killed_engine_names_the_signal(model: Path, left_over: Callable[[], l
     assert _left_in(scratch) == []
 
 
+@pytest.mark.no_cover
 def test_a_killed_stage_names_the_signal(model: Path, left_over: Callable[[], list[int]], scratch: Path) -> None:
     def stages() -> list[psutil.Process]:
         processes = [psutil.Process(number) for number in left_over()]
@@ -567,6 +572,7 @@ def test_no_temporary_folder_is_one_line(model: Path, monkeypatch: pytest.Monkey
         engine.run(_hello(model))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 2), (signal.SIGTERM, 4), (signal.SIGKILL, 2)])
 def test_a_signal_leaves_nothing(
     number: signal.Signals, processes: int, tmp_path: Path, left_over: Callable[[], list[int]], scratch: Path
