@@ -399,7 +399,8 @@ def test_a_recorded_run_is_quoted(name: str) -> None:
 def test_what_is_recorded_is_printed(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     command, _ = _printed(name)
     session = _session(tmp_path)
-    session.folder = ROOT
+    if "tests/" in command:
+        session.folder = ROOT
     _, printed = session.run(command)
     # A run is not about the machine it ran on.
     printed = printed.replace(sysconfig.get_path("purelib"), "SITE-PACKAGES").replace(str(ROOT), "CHECKOUT")
