@@ -55,8 +55,9 @@ class PhaseRoutingMixin(PhaseMixin):
         # An unknown runner is refused before anything of the step has happened.
         tools = _tools_of(self, phase)
         plan = phase.plan = plan_of(self, scheduler_output, num_input_tokens)
-        # The released code selects the step's inputs, payloads and positions, for which it sees a model without hooks.
-        self.model.has_preprocess, phase.selecting = False, True
+        # The released code selects the step's inputs, payloads and positions, and calls no hooks.
+        model, phase.selecting = self.model, True
+        self.model = _HooksMasked(model)
         try:
             ids, embeds, *passed_through = released(scheduler_output, num_input_tokens, intermediate_tensors)
             selected = embeds is not None
@@ -64,7 +65,7 @@ class PhaseRoutingMixin(PhaseMixin):
                 embeds = device_side(self.inputs_embeds)[:num_input_tokens]
                 self._collect_additional_information_for_prefill(plan.spans)
         finally:
-            self.model.has_preprocess, phase.selecting = True, False
+            self.model, phase.selecting = model, False
         if ids is None:
             ids = device_side(self.input_ids)[:num_input_tokens]
 
@@ -276,6 +277,29 @@ def _overlay_prompt_embeds(
                 actual = str(tuple(own.shape))
                 raise ContractError("E1", requests=[request_id], rows=[row], expected=expected, actual=actual)
             helper.copy(place, own)
+
+
+class _HooksMasked:
+    """A model as it is, but without per-row hooks: what the released code sees while it selects the step's inputs."""
+
+    has_preprocess = False
+
+    def __init__(self, model: Any) -> None:
+        vars(self)["_masked"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_masked"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._masked, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._masked(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # isinstance checks of the released code ask what the model is, not what stands before it.
+        return type(self._masked)
 
 
 class RunnerPort(Port):
