@@ -126,6 +126,26 @@ def test_more_values_of_an_override_are_passed_through(released: type) -> None:
 # What is masked from the released code, and given back.
 
 
+def test_masked_model() -> None:
+    class Model:
+        has_preprocess = True
+        width = 3
+
+        def __call__(self, value: int) -> int:
+            return value + self.width
+
+    model = Model()
+    view: Any = mixin._HooksMasked(model)
+    assert view.has_preprocess is False
+    assert isinstance(view, Model)
+    assert view.__class__.__name__ == "Model"
+    assert view(1) == 4
+    view.width = 5
+    assert model.width == 5
+    with pytest.raises(AttributeError):
+        view.missing  # noqa: B018
+
+
 def test_the_model_is_given_back_after_an_error(released: type) -> None:
     seen: list[Any] = []
 
