@@ -109,13 +109,17 @@ class Port(ABC):
     def infos(self, rows: Sequence[int]) -> list[Any]:
         """The live buffers of rows, made where they are missing (M9)."""
 
+    def infos_for_hooks(self, rows: Sequence[int]) -> list[Any]:
+        """The same, with what the release tells hooks beside the fields."""
+        return self.infos(rows)
+
     @abstractmethod
     def call_scalar(self, row: int, info: Any, ids: torch.Tensor, embeds: torch.Tensor) -> Any:
-        """Call the scalar hook with the row's slices (R9) and the release's own keywords."""
+        """Call the scalar hook with the row's slices (R9)."""
 
     @abstractmethod
     def call_batch(self, run: Run, infos: Sequence[Any], ids: torch.Tensor) -> Any:
-        """Call the batched hook for a run of decode rows (R3), with the release's own keywords."""
+        """Call the batched hook for a run of decode rows (R3)."""
 
     def locate(self, run: Run) -> Rows:
         """Where a batched run's tokens lie in the step's buffers."""

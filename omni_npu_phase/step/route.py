@@ -34,7 +34,7 @@ def route(plan: StepPlan, port: Port) -> None:
 
 
 def _route_batch(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None:
-    infos = port.infos(run.rows)
+    infos = port.infos_for_hooks(run.rows)
     # Right before the hook, over whatever the live buffers hold (M6).
     plan.write_fields(run.rows, infos)
     where = port.locate(run)
@@ -54,7 +54,7 @@ def _route_batch(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> Non
 
 def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None:
     call = port.hook_call(SCALAR_HOOK, run.rows)
-    infos = port.infos(run.rows)
+    infos = port.infos_for_hooks(run.rows)
     for row, info, ids, embeds in zip(run.rows, infos, *_slices(plan, port, run.rows), strict=True):
         call.requests = (plan.request_ids[row],)
         plan.write_fields((row,), (info,))

@@ -324,18 +324,21 @@ class RunnerPort(Port):
     def infos(self, rows: Sequence[int]) -> list[Any]:
         return self._live.of(of_rows(rows, self.plan.request_ids))
 
+    def infos_for_hooks(self, rows: Sequence[int]) -> list[Any]:
+        plan, infos, request_ids = self.plan, self.infos(rows), of_rows(rows, self.plan.request_ids)
+        states = map(self.runner.requests.__getitem__, request_ids)
+        prompt_lens, num_computed = of_rows(rows, plan.prompt_lens), of_rows(rows, plan.num_computed)
+        self._write_keywords(zip(infos, request_ids, prompt_lens, num_computed, states, strict=True))
+        return infos
+
     def call_scalar(self, row: int, info: Any, ids: torch.Tensor, embeds: torch.Tensor) -> Any:
-        plan, request_id = self.plan, self.plan.request_ids[row]
-        state = self.runner.requests[request_id]
-        self._write_keywords(((info, request_id, plan.prompt_lens[row], plan.num_computed[row], state),))
-        keywords = self._attach_infos(state, info, request_id)
+        request_id = self.plan.request_ids[row]
+        keywords = self._attach_infos(self.runner.requests[request_id], info, request_id)
         return self.model.preprocess(input_ids=ids, input_embeds=embeds, **keywords)
 
     def call_batch(self, run: Run, infos: Sequence[Any], ids: torch.Tensor) -> Any:
-        plan, request_ids = self.plan, of_rows(run.rows, self.plan.request_ids)
-        states = list(map(self.runner.requests.__getitem__, request_ids))
-        prompt_lens, num_computed = of_rows(run.rows, plan.prompt_lens), of_rows(run.rows, plan.num_computed)
-        self._write_keywords(zip(infos, request_ids, prompt_lens, num_computed, states, strict=True))
+        request_ids = of_rows(run.rows, self.plan.request_ids)
+        states = map(self.runner.requests.__getitem__, request_ids)
         req_infos = list(map(self._attach_infos, states, infos, request_ids))
         return self.model.preprocess_decode_batch(input_ids=ids, req_infos=req_infos)
 

@@ -253,3 +253,10 @@ def test_several_copies_are_cast_in_place(make: Make, dtype: torch.dtype) -> Non
     )
     assert [dest[0].tolist() for dest in dests] == [[number, number + 1.0, number + 2.0] for number in range(3)]
     assert [dest.data_ptr() for dest in dests] == addresses
+
+
+def test_several_copies_of_what_asks_for_a_derivative() -> None:
+    """As a hook returns it where no inference mode is."""
+    dests = [torch.zeros(2), torch.zeros(2)]
+    CpuBufferHelper(CPU).copy_all(dests, [torch.ones(2, requires_grad=True) * 2, torch.ones(2)])
+    assert [dest.tolist() for dest in dests] == [[2, 2], [1, 1]]

@@ -234,6 +234,23 @@ def test_updates_reach_their_own_request() -> None:
     assert runner.model_intermediate_buffer["b"]["y"] == 5
 
 
+@pytest.mark.parametrize("values", [(torch.ones(1), 2), (1, torch.ones(1)), (torch.zeros(1), torch.ones(1))])
+def test_of_requests_that_share_a_group_the_last_value_stays(values: tuple[Any, Any], released: type) -> None:
+    """As released, which merges one request after the other."""
+    left = []
+    for runner in (_runner(released, "a", "b"), _runner(SimpleNamespace, "a", "b")):
+        group: dict[str, Any] = {}
+        runner.model_intermediate_buffer.update({request: {"meta": group} for request in "ab"})
+        updates = [{"meta": {"x": value}} for value in values]
+        if type(runner) is SimpleNamespace:
+            LiveBuffers(runner, CpuBufferHelper(CPU)).store("ab", updates)
+        else:
+            for request, each in zip("ab", updates, strict=True):
+                runner._update_intermediate_buffer(request, each)
+        left.append(_plain(group))
+    assert left[0] == left[1]
+
+
 def test_what_is_the_runners_own_is_not_stored() -> None:
     runner = _runner()
     _store(runner, [{IS_PREFILL: True, MTP_INPUTS: (1, 2), "x": 1}, {IS_PREFILL: {"x": 1}}])

@@ -186,6 +186,12 @@ def test_codes_without_rows(codes: Any) -> None:
         results.mtp_result(_call(2), (torch.zeros(2, WIDTH), codes))
 
 
+def test_an_error_names_rows_of_the_input_batch() -> None:
+    """They are not the plan's where rows were filled before, or get no hook."""
+    call = Call("hook", ["a", "b"], {"a": 4, "filled": 5, "b": 7}, torch.zeros(8, WIDTH), object(), Deviations("on"))
+    assert call.error("E5", "x", "y").rows == (4, 7)
+
+
 def test_deviations_are_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
     call = _call()
     for kind in ("rows", "rows", "ids"):
