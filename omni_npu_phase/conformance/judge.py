@@ -401,7 +401,7 @@ def _batches(run: Recording, step: StepRecord, rows: Sequence[_Placed]) -> Itera
             by_call.setdefault(call.call, []).append(placed.start)
     for indices in by_call.values():
         adjacent = indices == list(range(indices[0], indices[0] + len(indices)))
-        yield "R4", "" if adjacent else f"one batched call took the rows at {indices}"
+        yield "R4", "" if adjacent else f"one batched call took rows {indices}"
     order = [min(by_call[number]) for number in sorted(by_call)]
     yield "R4", "" if order == sorted(order) else "a batch was flushed after a later span"
 

@@ -21,7 +21,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -44,6 +44,10 @@ class Kept:
     prompt_len: int
     count: int = 0
     blocks: list[int] = field(default_factory=list)
+    last: int = 0
+    """Where in the pool its last block begins."""
+    room: int = 0
+    """Tokens that its blocks have room for."""
     drawn_from: Any = None
     """State of its token generator before the last draw."""
 
@@ -108,8 +112,10 @@ class Replay:
         requests = self._runner.requests
         for request_id in [one for one in self._kept if one not in requests]:
             self._drop(request_id)
-        counts = list(map(self._known, plan.request_ids, plan.prompt_lens, plan.num_computed, plan.spans))
         self.given = {}
+        if self._goes_on(plan):
+            return plan
+        counts = list(map(self._known, plan.request_ids, plan.prompt_lens, plan.num_computed, plan.spans))
         if not any(counts):
             return plan
         for row, count in enumerate(counts):
@@ -126,6 +132,23 @@ class Replay:
             [plan.spans[row] - counts[row] for row in new],
             [plan.offsets[row] + counts[row] for row in new],
             buffer_rows=buffer_rows,
+        )
+
+    def _goes_on(self, plan: StepPlan) -> bool:
+        """Whether every row begins where what is kept of it ends, as in nearly every step."""
+        owns = list(map(self._kept.get, plan.request_ids))
+        return None not in owns and all(
+            own.count == computed
+            and own.prompt_len == length
+            and own.state is state
+            and own.prompt is state.prompt_token_ids is not None
+            for own, computed, length, state in zip(
+                cast("list[Kept]", owns),
+                plan.num_computed,
+                plan.prompt_lens,
+                map(self._runner.requests.__getitem__, plan.request_ids),
+                strict=True,
+            )
         )
 
     def _known(self, request_id: str, prompt_len: int, computed: int, span: int) -> int:
@@ -165,21 +188,19 @@ class Replay:
 
     def keep(self, plan: StepPlan, ids: torch.Tensor, embeds: torch.Tensor) -> None:
         """Keep what a step hands to the forward pass; ``plan`` is that of what is new."""
-        kept, requests = self._kept, self._runner.requests
-        for request_id, computed, span in zip(plan.request_ids, plan.num_computed, plan.spans, strict=True):
-            own = kept.get(request_id)
-            if own is not None and len(own.blocks) * BLOCK < computed + span:
-                self._grow(request_id, own, computed + span, ids, embeds)
+        for row, own in enumerate(map(self._kept.get, plan.request_ids)):
+            if own is not None and own.room < (end := plan.num_computed[row] + plan.spans[row]):
+                self._grow(plan.request_ids[row], own, end, ids, embeds)
         places: list[int] = []
         tokens: list[int] = []
-        for row, request_id in enumerate(plan.request_ids):
-            own = kept.get(request_id)
+        # Only now, since whoever needs room may have taken it from another row.
+        owns = list(map(self._kept.get, plan.request_ids))
+        for own, start, span, offset in zip(owns, plan.num_computed, plan.spans, plan.offsets, strict=True):
             if own is None:
                 continue
-            start, span, offset = plan.num_computed[row], plan.spans[row], plan.offsets[row]
             own.count = start + span
             if span == 1:
-                places.append(own.blocks[start // BLOCK] * BLOCK + start % BLOCK)
+                places.append(own.last + start % BLOCK)
                 tokens.append(offset)
             else:
                 places += own.places(start, start + span)
@@ -189,26 +210,24 @@ class Replay:
             self._write.put(self._embeds, target, embeds[source])
             self._write.put(self._ids, target, ids[source])
         if getattr(self._runner, "use_async_scheduling", False):
-            for request_id in plan.request_ids:
-                own, generator = kept.get(request_id), getattr(requests[request_id], "generator", None)
+            for own in owns:
+                generator = None if own is None else getattr(own.state, "generator", None)
                 if own is not None and generator is not None:
                     own.drawn_from = generator.get_state()
 
     def _grow(self, request_id: str, own: Kept, tokens: int, ids: torch.Tensor, embeds: torch.Tensor) -> None:
         """Give a request blocks for its first tokens, at the cost of the youngest where there is no more room."""
-        while request_id in self._kept and len(own.blocks) * BLOCK < tokens:
-            if not self._free and not self._grow_pool(ids, embeds):
-                youngest = next(reversed(self._kept))
-                self._drop(youngest)
-                if not self._warned:
-                    self._warned = True
-                    logger.warning(
-                        "Request %r goes without exact replay: %d MiB are full. Said once.",
-                        youngest,
-                        self._limit >> 20,
-                    )
-            elif self._free:
+        while request_id in self._kept and own.room < tokens:
+            if self._free or self._grow_pool(ids, embeds):
                 own.blocks.append(self._free.pop())
+                own.last, own.room = own.blocks[-1] * BLOCK, len(own.blocks) * BLOCK
+                continue
+            youngest = next(reversed(self._kept))
+            self._drop(youngest)
+            if not self._warned:
+                self._warned = True
+                mib = self._limit >> 20
+                logger.warning("Request %r goes without exact replay: %d MiB are full. Said once.", youngest, mib)
 
     def _grow_pool(self, ids: torch.Tensor, embeds: torch.Tensor) -> bool:
         """Double the pool, as far as its limit goes; gives whether there is more room now."""

@@ -20,7 +20,8 @@ import torch
 from omni_npu_phase import contract
 from omni_npu_phase.conformance.bench import Bench, Sizes, single_stage
 from omni_npu_phase.conformance.models.subject import ModelUnderTest
-from omni_npu_phase.conformance.scenarios import Row, SetupError, Step, Variant, row
+from omni_npu_phase.conformance.scenarios import GIVEN, Row, Setting, SetupError, Step, Variant, row
+from omni_npu_phase.settings import replays_exactly
 from omni_npu_phase.step.mtp import output_key
 from omni_npu_phase.step.route import BATCHED_HOOK, SCALAR_HOOK
 
@@ -69,7 +70,7 @@ class ModelBench(Bench):
             dtype=subject.dtype,
         )
         variant = Variant("batched", has_mtp, "strict" if strict else "on")
-        super().__init__(cls, model, variant, torch.device(subject.device), sizes)
+        super().__init__(cls, model, variant, torch.device(subject.device), sizes, Setting(replay=replays_exactly()))
 
     def arrive(self, name: str) -> str:
         """The id of a new request like the one of this name. No other of this process has it, as in an engine."""
@@ -114,8 +115,10 @@ class ModelBench(Bench):
         with torch.inference_mode(), single_stage(), self._watched(rows, seen, errors):
             outputs = self.preprocess(rows, offsets[-1])
             for row, start in zip(rows, offsets, strict=False):
-                own = seen[row.request]
-                own.embeds = outputs[1][start : start + row.span].to("cpu", copy=True)
+                embeds = outputs[1][start : start + row.span].to("cpu", copy=True)
+                # No hook sees a row that was given back: its embeddings are the forward pass's.
+                own = seen.setdefault(row.request, Seen(row, GIVEN, embeds, {}, None, ()))
+                own.embeds = embeds
                 key, qualifier = output_key(self.model)
                 own.codes = copy.deepcopy(self.live()[row.request].get(key, {}).get(qualifier))
                 given = own.own[: row.span]
