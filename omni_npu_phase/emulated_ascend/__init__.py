@@ -3,16 +3,27 @@
 
 What is shown on it is *emulated*, never 'tested on Ascend'.
 
-Modelled, with torch_npu's own code running on it: one device 'Ascend910B3', its allocators, pinned memory, streams,
-events, and copies in every direction, each counted with its bytes as synchronous or asynchronous. The device runs at
-once, the host is kept behind: until the host has waited for an asynchronous copy of pinned memory, its destination
-holds poison, and a changed source, an early read through :func:`check_host_read`, a freed block or two unordered
-copies of the same bytes are recorded as hazards. Aten operators run on CPU tensors that alias device memory.
+**How.** torch_npu reaches an NPU through the C functions of CANN. Small libraries (`acl.c`, `answers.c`, `atb.c`) take
+CANN's place before the real torch_npu is imported. Host memory plays device memory there. torch_npu's own allocators,
+pinned memory, streams, events and copies run on it unchanged; each copy is counted with its bytes, as synchronous or
+asynchronous. Where torch_npu would launch a kernel, PyTorch's CPU kernel computes on the same memory (`kernels.py`,
+`operators.py`), or a function of this package does (`models.py`). `graphs.py` has captured graphs, `engine.py` what a
+whole engine of vLLM-Ascend needs.
 
-Not modelled: the numerics and cost of NPU kernels, aclnn paths, graph capture and replay, timing, races between
-streams on device memory, attention, LSTM, more than one device. What is not modelled fails and names itself.
+**Order.** A real device works while the host goes on, so a host that does not wait may see anything. Here it sees the
+worst. A kernel or copy is done when its call returns, with two exceptions, both copies of pinned memory:
 
-Use, in a process of its own and before anything imports torch_npu::
+* A copy to the host leaves poison in its destination until the host has waited for it.
+* A copy to the device reads its source late, when the device next uses its memory. What the host has written there in
+  the meantime is what arrives.
+
+A destination read early, a source changed early, a block freed early, and two copies of the same bytes that nothing
+orders are recorded as hazards. Early reads of host tensors are seen where :func:`check_host_read` is asked.
+
+**Not modelled**: numerics and cost of NPU kernels, aclnn paths, graphs with attention in them, timing, races between
+streams on device memory, recurrent layers, more than one device. What is not modelled fails and names itself.
+
+Use it in a process of its own, before anything imports torch_npu::
 
     from omni_npu_phase import emulated_ascend
 
@@ -22,8 +33,9 @@ Use, in a process of its own and before anything imports torch_npu::
     assert counting.counts.host_syncs == 0
     counting.assert_no_hazards()
 
-Needs torch-npu 2.13.0 beside a CPU build of torch 2.13, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` in the environment if torch
-is imported first, and a C compiler on first use. Everything it cannot or will not do is an :class:`EmulationError`.
+It needs a torch_npu of :data:`SUPPORTED_TORCH_NPU` with the torch that belongs to it, a C compiler on first use, and
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` in the environment if torch is imported first. Whatever it cannot or will not do is
+an :class:`EmulationError`.
 """
 
 from __future__ import annotations

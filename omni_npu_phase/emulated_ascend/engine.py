@@ -29,8 +29,6 @@ ENVIRONMENT = {
     PLATFORM_VARIABLE: PLATFORM,
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "TASK_QUEUE_ENABLE": "0",
-    # The other kind of segments needs CANN's virtual memory.
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
 }
 """Of every process of an engine, before it starts."""
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The aten operators the emulated device can run, each on CPU tensors that alias device memory.
+"""The aten operators that the emulated device can run, each on CPU tensors that alias device memory.
 
-These tables, and nothing beside them:
+These tables say which, and nothing beside them does:
 
-* `OWN`: torch_npu's own code runs. It moves or describes memory, and launches none but the CANN operators in
+* `OWN`: torch_npu's own code runs. It moves or describes memory, and launches only the CANN operators in
   `operators.py`.
-* `PLAIN`, `RANDOM`, `INDEXED`, `LONG_INDEXED`, `READ_BACK`, `SIZED`: the result is computed here, by PyTorch's CPU
-  kernel. torch_npu would call CANN, so its code around the call is replaced; what of it a caller could notice is
-  kept. 'Measured' is what unmodified torch_npu does before it calls CANN, and a test measures it again; 'stated' is
-  what its aclnn path has to do, which cannot run here:
+* `PLAIN`, `RANDOM`, `INDEXED`, `LONG_INDEXED`, `READ_BACK`, `SIZED`: PyTorch's CPU kernel computes the result.
+  torch_npu would call CANN, so its code around that call is replaced, and what a caller could notice of it is kept.
+  'Measured' is what unmodified torch_npu does before it calls CANN; a test measures it again. 'Stated' is what its
+  aclnn path has to do, which cannot run here:
 
   - a host tensor of one or more dimensions beside a device tensor is refused, a scalar is accepted (measured for
     `add`, `cat`, `stack`, `where`, `embedding`, `index_select` and `index_copy_`, stated for the others);
@@ -21,10 +21,10 @@ These tables, and nothing beside them:
   - a generator of another device is refused (measured). The random numbers themselves are neither the CPU's nor
     an NPU's: they are a function of the generator's seed and offset, and the offset advances.
 
-* Every other aten operator raises NotImplementedError, those for which torch_npu would fall back to the CPU too.
+* Every other aten operator raises NotImplementedError, even where torch_npu would fall back to the CPU.
 
-Operators outside aten (`npu_*`) are computed by the functions of `models.py`; those without one keep torch_npu's code
-and fail at the first CANN operator that has no kernel.
+Functions of `models.py` compute operators outside aten (`npu_*`). One without a function keeps torch_npu's code, and
+fails at the first CANN operator that has no kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -101,26 +101,18 @@ class Kernels:
         self._library.impl(name, implementation, key, allow_override=True)  # type: ignore[no-untyped-call]
 
     def _implementation(self, name: str, packet: str) -> Callable[..., Any]:
-        if packet in RANDOM:
-            run = self._run_random
-        elif packet in INDEXED:
-            run = self._run_indexed
-        elif packet in READ_BACK:
-            run = self._run_read_back
-        elif packet in SIZED:
-            run = self._run_sized
-        elif packet in LONG_INDEXED:
-            run = self._run_long_indexed
-        elif packet in PLAIN:
-            run = self._run
-        else:
+        tables = (
+            (PLAIN, self._run),
+            (RANDOM, self._run_random),
+            (INDEXED, self._run_indexed),
+            (LONG_INDEXED, self._run_long_indexed),
+            (READ_BACK, self._run_read_back),
+            (SIZED, self._run_sized),
+        )
+        run = next((run for table, run in tables if packet in table), None)
+        if run is None:
             return _refusal(name)
-        operator = getattr(getattr(torch.ops.aten, packet), name.partition(".")[2] or "default")
-
-        def implementation(*args: Any, **kwargs: Any) -> Any:
-            return run(operator, args, kwargs)
-
-        return implementation
+        return _kernel(run, getattr(getattr(torch.ops.aten, packet), name.partition(".")[2] or "default"))
 
     def _add_models(self) -> Iterator[torch.library.Library]:
         for qualified, model in MODELS.items():
@@ -128,12 +120,9 @@ class Kernels:
             library = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
             if qualified in SCHEMAS:
                 library.define(f"{name}{SCHEMAS[qualified]}")  # type: ignore[no-untyped-call]
-
-            library.impl(name, self._modelled(qualified, model), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+            kernel = _kernel(partial(self._run, name=qualified), model)
+            library.impl(name, kernel, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
             yield library
-
-    def _modelled(self, name: str, model: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._run(model, args, kwargs, name)
 
     def _run(self, operator: Any, args: Any, kwargs: Any, name: str = "") -> Any:
         self._before_each()
@@ -192,6 +181,11 @@ class Kernels:
         on_device = torch.empty((), dtype=torch.bool, device=_device_of(operator, (args, kwargs)))
         host_alias(on_device).fill_(answer)
         return on_device.item()
+
+
+def _kernel(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+    """What PyTorch's dispatcher calls, with an operator's operands one by one."""
+    return lambda *args, **kwargs: run(operator, args, kwargs)
 
 
 def host_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ LOG = "engine.log"
 TIMEOUT = 600.0
 """Seconds. A published model on a busy machine takes minutes to load."""
 BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
 
 class EngineError(Exception):
@@ -177,7 +179,7 @@ def environment(device: Device) -> Mapping[str, str]:
     if device in ON_HOST:
         return {
             **common,
-            **(emulated_engine.ENVIRONMENT if device == "emulated" else {}),
+            **(emulated_engine.ENVIRONMENT if device == "emulated" else _plugins_without_ascend()),
             # vLLM's batch-invariant kernels are written in Triton, which CPU builds do not have.
             BATCH_INVARIANT_VARIABLE: "0",
             # One thread a process: how a sum is split must not depend on the cores that are there.
@@ -187,6 +189,15 @@ def environment(device: Device) -> Mapping[str, str]:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
     return {**common, BATCH_INVARIANT_VARIABLE: os.environ.get(BATCH_INVARIANT_VARIABLE) or "1"}
+
+
+def _plugins_without_ascend() -> Mapping[str, str]:
+    """Where it is installed, vLLM-Ascend names a platform whatever the device, and vLLM takes no more than one."""
+    groups = ("vllm.platform_plugins", "vllm.general_plugins", "vllm_omni.platform_plugins")
+    modules = {point.name: point.module for group in groups for point in entry_points(group=group)}
+    ascend = {name for name, module in modules.items() if module.partition(".")[0] == "vllm_ascend"}
+    named = os.environ[PLUGINS_VARIABLE].split(",") if PLUGINS_VARIABLE in os.environ else modules
+    return {PLUGINS_VARIABLE: ",".join(name for name in named if name not in ascend)} if ascend else {}
 
 
 def begin(module: str, spec: Any, folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -233,9 +233,7 @@ def _sampling(omni: Any, ask: Ask) -> list[Any]:
 
 def _samples(output: Any) -> int:
     heard = dict(output.multimodal_output or {})
-    audio = heard.get("audio", heard.get("model_outputs"))
-    pieces = audio if isinstance(audio, list) else [audio]
-    return sum(int(piece.numel()) for piece in pieces if piece is not None)
+    return sum(int(piece.numel()) for piece in pipeline.tensors(heard.get("audio", heard.get("model_outputs"))))
 
 
 if __name__ == "__main__":

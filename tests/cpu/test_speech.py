@@ -19,6 +19,7 @@ import wave
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,23 @@ def test_an_environment_without_the_mixin_is_refused(
     monkeypatch.setenv(variable, value)
     with pytest.raises(BadInputError, match=re.escape(message)):
         validate(Options(model, tmp_path))
+
+
+@pytest.mark.parametrize(("named", "left"), [(None, {"omni_npu_phase_cpu", "others"}), ("ascend,others", {"others"})])
+def test_engines_on_the_cpu_go_without_the_platform_of_vllm_ascend(
+    named: str | None, left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ("ascend", "vllm_ascend"), ("omni_npu_phase_cpu", "omni_npu_phase.platform"), ("others", "others")
+    points = [metadata.EntryPoint(name, f"{module}:register", "vllm.platform_plugins") for name, module in made]
+    monkeypatch.setattr(engine, "entry_points", lambda *, group: points)
+    if named is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", named)
+    assert set(engine.environment("cpu")["VLLM_PLUGINS"].split(",")) == left
+    assert "VLLM_PLUGINS" not in engine.environment("npu")
+    points.pop(0)
+    assert "VLLM_PLUGINS" not in engine.environment("cpu")
 
 
 def test_prompts_longer_than_the_model_are_refused(model: Path, tmp_path: Path) -> None:
