@@ -323,6 +323,9 @@ def _check_no_cann() -> None:
 def _check_no_other_device() -> None:
     import torch
 
+    # Both register the same setting of the allocator, and the second ends the process.
+    if torch.version.cuda and torch.__version__.startswith("2.13."):
+        raise EmulationError("cuda_build", f"torch {torch.__version__} is built for CUDA; install a CPU build of it")
     other = torch._C._get_privateuse1_backend_name()
     if other == "privateuseone":
         other = torch._C._get_accelerator().type

@@ -9,6 +9,7 @@ import pytest
 
 from omni_npu_phase import ascend
 from omni_npu_phase.conformance import verify
+from omni_npu_phase.emulated_ascend import EmulationError, device
 
 # Two cards; what is no chip has no number.
 MAP = """\
@@ -96,3 +97,12 @@ def test_an_unsourced_cann_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(verify.NoRuntimeError, match=r"^no NPU: CANN is not set up here: source .*set_env.sh.*libhccl"):
         verify.prepare_device("npu")
+
+
+def test_the_emulated_device_wants_a_cpu_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one for CUDA torch_npu 2.13 aborts the process, with nothing said."""
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(EmulationError, match="is built for CUDA; install a CPU build"):
+        device._check_no_other_device()
