@@ -114,6 +114,8 @@ class Report:
         if self.model:
             for found in self.model["looks"]:
                 yield "model", f"{found['cls']} {found['verdict']}: {found['reason']}, in {found['file']}"
+                if found["declares"] is not None:
+                    yield "  of itself", f"{look.DECLARATION} = {found['declares']}, {_word_for_it(found)}"
             if any(found["findings"] for found in self.model["looks"]):
                 yield "  in detail", f"omni-npu-phase lint {' '.join(sorted({f['file'] for f in self.model['looks']}))}"
         yield "runner", self.runner_verdict
@@ -208,8 +210,17 @@ def _judge_model(model: str) -> dict[str, Any]:
     # Without a hook it is safe if it is a model at all.
     unjudged = any(each.verdict == "has no hook" and not each.registered for each in looks)
     unknown = unjudged or "cannot tell" in verdicts
-    verdict = _UNSAFE if verdicts & _WHY_UNSAFE.keys() else _UNKNOWN if unknown else _SAFE
+    unsafe = verdicts & _WHY_UNSAFE.keys() or any(each.declares is False for each in looks)
+    verdict = _UNSAFE if unsafe else _UNKNOWN if unknown else _SAFE
     return {"asked": model, "verdict": verdict, "looks": [asdict(each) for each in looks]}
+
+
+def _word_for_it(found: Mapping[str, Any]) -> str:
+    """What a model's word of itself changes: a No is taken, a Yes is not what makes it safe."""
+    if not found["declares"]:
+        return "which decides: chunks stay off"
+    agrees = found["verdict"] not in _WHY_UNSAFE and found["verdict"] != _UNKNOWN
+    return "as its source shows" if agrees else "which its source does not show"
 
 
 def _advice(report: Report) -> Iterator[str]:
@@ -247,6 +258,8 @@ def _chunks_off(report: Report) -> Iterator[str]:
                 f"{_CHUNKS_OFF} for the stage of {', '.join(names)}, and a token budget that holds its longest prompt: "
                 f"{why}, which no runner can make right"
             )
+    if refusing := [found["cls"] for found in report.model["looks"] if found["declares"] is False]:
+        yield f"{_CHUNKS_OFF} for the stage of {', '.join(refusing)}: it declares that it does not support chunks"
     if report.model_verdict == _UNKNOWN:
         yield f"read the hooks named above by docs/contract.md; until it is clear, {_CHUNKS_OFF} for that stage"
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -14,7 +16,7 @@ import typer
 from rich.table import Table
 
 from omni_npu_phase.commands import console
-from omni_npu_phase.contract import CLAUSES
+from omni_npu_phase.contract import CLAUSES, FIELDS
 from omni_npu_phase.settings import TRACE_VARIABLE
 from omni_npu_phase.tracing import schema
 from omni_npu_phase.tracing.schema import Row, Step, Trace, TraceError
@@ -147,17 +149,42 @@ def compare(
 @app.command(epilog=f"Exit status: 0 written; {_UNREADABLE}")
 def export(
     source: _Source,
-    output: Annotated[Path, typer.Option(metavar="FILE.json", help="The file to write.")] = Path("trace.perfetto.json"),
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file to write; trace.perfetto.json or trace.csv.")
+    ] = None,
     perfetto: Annotated[
-        bool, typer.Option("--perfetto", help="For the Perfetto viewer (ui.perfetto.dev), the one format so far.")
-    ] = True,
+        bool, typer.Option("--perfetto", help="For the Perfetto viewer (ui.perfetto.dev): the default.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="A table with a line for each row of each step.")] = False,
 ) -> None:
-    """Write traces in the trace event format, a track for each request; the Perfetto viewer opens the file."""
+    """Write traces for other tools: for the Perfetto viewer, with how long requests wait for a stage, or as CSV."""
     from omni_npu_phase.tracing.perfetto import events
 
+    if perfetto and as_csv:
+        console.stop("--perfetto and --csv: one of them, for one file")
     with _reading(source) as traces:
-        text = json.dumps({"traceEvents": list(events(traces)), "displayTimeUnit": "ms"}, ensure_ascii=False)
-    console.write_whole(output, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+        if as_csv:
+            text = _csv(traces)
+        else:
+            text = json.dumps({"traceEvents": list(events(traces)), "displayTimeUnit": "ms"}, ensure_ascii=False) + "\n"
+    path = output or Path("trace.csv" if as_csv else "trace.perfetto.json")
+    console.write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def _csv(traces: Sequence[Trace]) -> str:
+    """A line for each row; what a hook was told has a column for each field."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    ranks = ("stage", "replica", "dp", "pp", "tp", "pid")
+    writer.writerow([*ranks, "step", "time", "took", *schema.COLUMNS[:-1], *FIELDS, "error"])
+    for trace in traces:
+        rank = [getattr(trace.header, name) for name in ranks]
+        for step in trace.steps():
+            for row in step.rows:
+                *values, told = row.as_json()
+                told = told or [None] * len(FIELDS)
+                writer.writerow([*rank, step.number, step.time, step.took, *values, *told, step.error])
+    return text.getvalue()
 
 
 @contextlib.contextmanager

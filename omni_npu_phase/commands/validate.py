@@ -50,6 +50,9 @@ def validate(
         typer.Option(metavar="N", help="Tokens a step; when left out, for each text one that leaves a one-token tail."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Of each text: its frames and one more.")] = 40,
+    beside: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Speak each text among N others too: its codes must be the same.")
+    ] = 0,
     report_format: Annotated[FormatOption, typer.Option("--format", help="What to print.")] = (FormatOption.table),
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where reports, audio and the picture go.")] = Path(
         "speech-report"
@@ -79,6 +82,7 @@ def validate(
         language=language,
         budget=budget,
         max_tokens=max_tokens,
+        beside=beside,
         timeout=timeout,
     )
     try:

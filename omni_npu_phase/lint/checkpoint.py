@@ -17,6 +17,8 @@ from omni_npu_phase.lint.source import Model, Source, UnreadableError, module_fi
 Verdict = Answer | Literal["has no hook"]
 
 _MODELS = "model_executor/models"
+DECLARATION = "supports_chunked_prefill"
+"""The class attribute by which a model says whether chunks of a prompt are right for it."""
 
 
 class UnknownModelError(ValueError):
@@ -34,6 +36,8 @@ class Look:
     registered: bool = False
     """Whether vLLM-Omni's registry names the class, or one of the module, as a model."""
     findings: list[dict[str, Any]] = field(default_factory=list)
+    declares: bool | None = None
+    """Whether the class says of itself that it supports chunked prefill; None where it says nothing."""
 
 
 def look_at(model: str) -> list[Look]:
@@ -117,9 +121,10 @@ def _registered(registry: Path) -> dict[str, tuple[str, str, str]]:
 
 def _look(file: Source, cls: str) -> Look:
     model = Model.of(file, cls)
-    judged = judge(model)
+    judged, declares = judge(model), model.declared(DECLARATION)
     if judged is not None:
-        return Look(cls, str(judged.file), *judged.answer, findings=[as_dict(found) for found in judged.findings])
+        findings = [as_dict(found) for found in judged.findings]
+        return Look(cls, str(judged.file), *judged.answer, findings=findings, declares=declares)
     if model.unknown:
         return Look(cls, str(file.path), "cannot tell", f"it may inherit a hook from {', '.join(model.unknown)}")
     return Look(cls, str(file.path), "has no hook", "neither it nor its bases have a preprocess hook")

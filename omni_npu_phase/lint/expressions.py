@@ -77,7 +77,7 @@ class Expressions(ABC):
         if seen.outcomes.setdefault(self.row, outcome) != outcome:
             seen.outcomes[self.row] = None
             seen.mixed = True
-        if outcome is None:
+        if outcome is None or seen.mixed:
             seen.made_of.append(test)
         return frozenset({key})
 
@@ -443,8 +443,10 @@ class Expressions(ABC):
         return self._attribute(self._eval(node.value, frame), node.attr, frame)
 
     def _attribute(self, holder: Value, name: str, frame: Frame) -> Value:
-        if name in ("device", "dtype", "ndim", "is_cuda"):
+        if name in ("device", "dtype", "is_cuda"):
             return Value()
+        if name == "ndim":
+            return operations.size("dim", holder, ())
         if name == "shape":
             if holder.shape is not None:
                 return Value(elements=holder.shape)
@@ -496,10 +498,12 @@ class Expressions(ABC):
         if name in contract.FIELDS and (holder.items is None or name not in holder.items):
             return self._field(name, default, frame, place)
         if isinstance(name, str):
+            by_span = key.span or key.fields
+            tests = self._tested(place.node, key, name, frame, (True, True)) if by_span else frozenset()
             if holder.items is not None and name in holder.items:
-                return holder.items[name]
+                return self._chosen(holder.items[name], tests)
             if holder.state or holder.keywords:
-                return self._child(holder, name)
+                return self._chosen(self._child(holder, name), tests)
             if holder.items is not None:
                 return default or Value()
         if holder.items is not None and not holder.state:

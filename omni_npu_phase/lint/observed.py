@@ -29,7 +29,7 @@ class Test:
     mixed: bool = False
     """Whether it gave several outcomes for one row, in a loop."""
     made_of: list[Value] = field(default_factory=list)
-    """What was tested, where the outcome is unknown."""
+    """What was tested, where the outcome is unknown, or changes in a loop."""
 
     def of(self, *rows: Row) -> list[Outcome] | None:
         """The outcomes for these rows; None where one of them does not come to the test."""

@@ -133,7 +133,7 @@ def only_number(value: Value) -> Value | None:
 def size(name: str, holder: Value, given: Sequence[Value]) -> Value:
     sizes = holder.shape
     if name == "dim":
-        return Value()
+        return Value() if sizes is None else Value(const=len(sizes), span=holder.span)
     if sizes is None or name == "__len__":
         return length(holder)
     if name == "size":

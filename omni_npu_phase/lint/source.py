@@ -225,6 +225,18 @@ class Model:
                     return Method(source, node, each)
         return None
 
+    def declared(self, name: str) -> bool | None:
+        """What the class, or its nearest base that says so, sets an attribute to; None where that is no bool."""
+        for _, node in self.lineage:
+            for each in node.body:
+                targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+                if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                    value = (
+                        getattr(each.value, "value", None) if isinstance(each, (ast.Assign, ast.AnnAssign)) else None
+                    )
+                    return value if isinstance(value, bool) else None
+        return None
+
     def methods(self) -> Iterator[Method]:
         for source, node in self.lineage:
             for each in node.body:

@@ -192,6 +192,8 @@ class Walk(Calls):
         over = self._eval(node.iter, frame)
         known = entries(over)
         if known is not None and len(known) <= _ENTRIES:
+            if over.span:
+                self._tested(node, over, bool(known), frame, (False, touches(node.body)))
             for each in known:
                 self._assign(node.target, each, frame)
                 flow = self._block(node.body, frame)

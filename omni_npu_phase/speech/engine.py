@@ -54,7 +54,7 @@ class EngineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How to make an engine, and what it is to say, one prompt after the other."""
+    """How to make an engine, and what it is to say."""
 
     name: str
     model: str
@@ -65,6 +65,8 @@ class EngineSpec:
     """Tokens a step; None for chunking switched off."""
     timeout: float = TIMEOUT
     """Seconds for its imports, for its start, and for each prompt."""
+    together: bool = False
+    """Whether all prompts are sent at once, and share their batches. No audio is kept of them."""
 
 
 @dataclass(slots=True)

@@ -42,7 +42,10 @@ def main(folder: Path) -> None:
     prompt_lens = [prompt.length(Path(spec.model)) for prompt in spec.prompts]
     _say(prompt_lens=prompt_lens)
     file = folder / "deploy.json"
-    file.write_text(json.dumps(deploy(spec, max(prompt_lens) + spec.max_tokens + 1)), encoding="utf-8")
+    file.write_text(
+        json.dumps(deploy(spec, max(prompt_lens) + spec.max_tokens + 1, len(spec.prompts) if spec.together else 1)),
+        encoding="utf-8",
+    )
     _say(doing="starting")
     seconds = math.ceil(spec.timeout)
     engine = Omni(
@@ -57,8 +60,12 @@ def main(folder: Path) -> None:
     engine.close = lambda: None
     started = time.perf_counter() - began
     _say(doing="ready")
-    speeches = []
-    for index, (prompt, length) in enumerate(zip(spec.prompts, prompt_lens, strict=True)):
+    speeches: list[dict[str, Any]] = []
+    if spec.together:
+        _say(doing=f"{len(spec.prompts)} requests")
+        requests = [_request(*each) for each in zip(spec.prompts, prompt_lens, strict=True)]
+        engine.generate(requests, engine.default_sampling_params_list, use_tqdm=False)
+    for index, (prompt, length) in enumerate(() if spec.together else zip(spec.prompts, prompt_lens, strict=True)):
         _say(doing=f"request {index + 1} of {len(spec.prompts)}")
         speech = _speak(engine, prompt, length)
         np.save(folder / f"speech-{index}.npy", speech.audio)
@@ -154,18 +161,21 @@ def _kv_bytes(model: str, tokens: int) -> int:
     return max(64 << 20, int(2 * 2 * values * tokens))
 
 
+def _request(prompt: Prompt, length: int) -> dict[str, Any]:
+    return {"prompt_token_ids": [1] * length, "additional_information": prompt.information}
+
+
 def _speak(engine: Any, prompt: Prompt, length: int) -> Speech:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = [parameters.clone() for parameters in engine.default_sampling_params_list]
     # Audio as it is made, to see when the first of it comes.
     sampling[-1].output_kind = RequestOutputKind.DELTA
-    request = {"prompt_token_ids": [1] * length, "additional_information": prompt.information}
     began = time.perf_counter()
     first = None
     rate = 0
     pieces: list[npt.NDArray[np.float32]] = []
-    for output in engine.generate([request], sampling, py_generator=True, use_tqdm=False):
+    for output in engine.generate([_request(prompt, length)], sampling, py_generator=True, use_tqdm=False):
         heard = dict(output.multimodal_output or {})
         for piece in tensors(heard.get("audio", heard.get("model_outputs"))):
             pieces.append(piece.detach().float().cpu().numpy().reshape(-1))

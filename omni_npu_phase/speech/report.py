@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -162,6 +163,32 @@ def _short(fields: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Company:
+    """Each prompt spoken alone and among others, whose rows share its batches."""
+
+    others: int
+    pairs: Sequence[tuple[Request, Request]]
+    """What was recorded of each prompt alone, and of the same among others."""
+
+    def faults(self) -> Iterator[str]:
+        for index, (alone, among) in enumerate(self.pairs, 1):
+            frames = zip_longest(alone.codes, among.codes)
+            frame = next((number for number, (one, other) in enumerate(frames) if one != other), None)
+            if frame is not None:
+                others = f"{self.others} other{'s' * (self.others != 1)}"
+                yield f"prompt {index}: among {others} the codes differ from frame {frame} on (R3, T5)"
+
+    def unproven(self) -> Iterator[str]:
+        decoding = [{row.step for row in among.rows if row.lengths.decode} for _, among in self.pairs]
+        shared = [mine for index, mine in enumerate(decoding) if any(mine & other for other in decoding[:index])]
+        if len(self.pairs) > 1 and not shared:
+            yield "no two prompts were decoded in one step"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"others": self.others, "codes_equal": not any(self.faults())}
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A validation. ``control`` says what proves that codes depend on the prompt, or None where they do not."""
 
@@ -173,6 +200,8 @@ class Report:
     timings: Mapping[str, Any]
     files: Mapping[str, str]
     """Audio and picture by name, relative to the report."""
+    company: Company | None = None
+    """The prompts among others; None where that was not asked for."""
 
     @property
     def unproven(self) -> list[str]:
@@ -189,17 +218,19 @@ class Report:
             for index, comparison in enumerate(self.comparisons, 1)
             for reason in comparison.unproven()
         ]
+        reasons += [] if self.company is None else self.company.unproven()
         if self.control is None:
             reasons.append("the codes do not depend on the prompt, so equal codes would show nothing")
         return reasons
 
     @property
     def faults(self) -> list[str]:
-        return [
+        own = [
             f"prompt {index}: {fault}"
             for index, comparison in enumerate(self.comparisons, 1)
             for fault in comparison.faults()
         ]
+        return own if self.company is None else [*own, *self.company.faults()]
 
     @property
     def notes(self) -> list[str]:
@@ -250,6 +281,7 @@ class Report:
                 "sample_rates": [comparison.unchunked_speech.sample_rate for comparison in comparisons],
             },
             "control": self.control,
+            "company": None if self.company is None else self.company.as_dict(),
             "files": dict(self.files),
             "runtime": {
                 **self.runtime,

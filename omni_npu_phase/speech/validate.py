@@ -24,7 +24,7 @@ from omni_npu_phase.speech.checkpoint import Checkpoint
 from omni_npu_phase.speech.engine import BATCH_INVARIANT_VARIABLE, PLUGINS_VARIABLE, Device, EngineRun, EngineSpec
 from omni_npu_phase.speech.observe import Request
 from omni_npu_phase.speech.prompts import Prompt
-from omni_npu_phase.speech.report import Comparison, Report
+from omni_npu_phase.speech.report import Company, Comparison, Report
 
 TEXTS = ("Hello world", "The rain has ended.")
 MAX_TOKENS = 40
@@ -58,7 +58,8 @@ class Options:
 
     ``speaker`` and ``language`` None take the checkpoint's first, and English where it has it. ``budget``: tokens a
     step of the chunked engine; None finds one for each prompt. ``max_tokens``: of each prompt, one more than its
-    frames. ``timeout``: seconds for each engine's imports, its start, and each prompt.
+    frames. ``beside``: among how many others each text is spoken once more, or 0. ``timeout``: seconds for each
+    engine's imports, its start, and each prompt.
     """
 
     model: Path | Literal["tiny"]
@@ -69,6 +70,7 @@ class Options:
     language: str | None = None
     budget: int | None = None
     max_tokens: int = MAX_TOKENS
+    beside: int = 0
     timeout: float = engine.TIMEOUT
 
 
@@ -111,6 +113,15 @@ def validate(
             comparisons[index] = Comparison(
                 prompts[index], budget, request, baseline[index], speech, unchunked.speeches[index]
             )
+    company = None
+    if options.beside:
+        # Others are the control's prompt, over and over.
+        others = max(0, options.beside + 1 - len(prompts))
+        crowd = replace(
+            spec, name=f"among {options.beside} others", prompts=(*prompts, *[control[1]] * others), together=True
+        )
+        runs[crowd.name], shared = _run(run_engine, crowd, advance)
+        company = Company(options.beside, tuple(zip(baseline[: len(prompts)], shared, strict=False)))
     timings = {
         "engines": {name: _timings(run) for name, run in runs.items()},
         "total_seconds": round(time.perf_counter() - began, 2),
@@ -122,6 +133,7 @@ def validate(
         runtime=_runtime(options, model),
         timings=timings,
         files={},
+        company=company,
     )
     try:
         return output.write(report, options.output)
@@ -193,6 +205,10 @@ def _check_numbers(options: Options) -> None:
         raise BadInputError(
             f"--budget {options.budget}: at least {LEAST_BUDGET} tokens a step are needed, so that a one-token tail is "
             "shorter than the chunks before it"
+        )
+    if options.beside and options.beside < max(1, len(options.texts) - 1):
+        raise BadInputError(
+            f"--beside {options.beside}: the {len(options.texts)} texts are spoken among each other, too"
         )
     if options.max_tokens < 2:
         raise BadInputError(f"--max-tokens {options.max_tokens}: at least 2 are needed for one frame")

@@ -147,11 +147,13 @@ class Header:
 
     @property
     def file_stem(self) -> str:
-        return f"trace-stage{self.stage}-replica{self.replica}-dp{self.dp}-pp{self.pp}-tp{self.tp}-pid{self.pid}"
+        replica = f"-replica{self.replica}" if self.replica else ""
+        return f"trace-stage{self.stage}{replica}-dp{self.dp}-pp{self.pp}-tp{self.tp}-pid{self.pid}"
 
     @property
     def title(self) -> str:
-        return f"stage {self.stage} replica {self.replica} DP {self.dp} PP {self.pp} TP {self.tp}"
+        replica = f" replica {self.replica}" if self.replica else ""
+        return f"stage {self.stage}{replica} DP {self.dp} PP {self.pp} TP {self.tp}"
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "schema": SCHEMA, **asdict(self), "columns": list(COLUMNS)}

@@ -90,6 +90,21 @@ CASES = [
         as_text="str(len(input_ids)) != '1'",
         whole_prompts_only="len(input_ids) == info['_omni_prompt_len']",
         keyword_name="info['input_ids'].numel() > 1",
+        dimensions="input_ids.squeeze().dim() > 0",
+        dimensions_as_an_attribute="input_ids.squeeze().ndim",
+    ),
+    _case(
+        "a loop over the rest", SPAN, "for _ in input_ids[1:]:\n    return self.prefill(info)\nreturn self.decode(info)"
+    ),
+    _case(
+        "a loop that returns at its second token",
+        UNKNOWN,
+        "for i, _ in enumerate(input_ids):\n    if i:\n        return self.prefill(info)\nreturn self.decode(info)",
+    ),
+    _case(
+        "a table by name",
+        SPAN,
+        "kind = 'one' if len(input_ids) == 1 else 'many'\nreturn input_ids, self.tables[kind](input_ids), {}",
     ),
     _case("renamed", SPAN, "ids = input_ids\ncount = ids.shape[0]\nmany = count > 1" + _TEST.format(test="many")),
     _case("conditional expression", SPAN, "return self.prefill(info) if len(input_ids) > 1 else self.decode(info)"),

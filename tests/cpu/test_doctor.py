@@ -105,6 +105,37 @@ def test_a_model_that_breaks_another_clause(
     assert any("M, and a token budget" in advice and "does not take the rows" in advice for advice in report["change"])
 
 
+_HOOK = "def preprocess(self, input_ids, input_embeds, **info):\n        return self.a() if {} else self.b()\n"
+
+
+@pytest.mark.parametrize(
+    ("declares", "test", "verdict", "told"),
+    [
+        ("supports_chunked_prefill = True", "info['_omni_is_prefill']", "safe", "as its source shows"),
+        ("supports_chunked_prefill: bool = False", "info['_omni_is_prefill']", "unsafe", "which decides"),
+        ("supports_chunked_prefill = True", "len(input_ids) > 1", "unsafe", "which its source does not show"),
+        ("supports_chunked_prefill = True", "info['codes'] is None", "cannot tell", "which its source does not show"),
+        ("supports_chunked_prefill = some_flag", "info['_omni_is_prefill']", "safe", None),
+        ("", "info['_omni_is_prefill']", "safe", None),
+    ],
+)
+def test_what_a_model_declares(
+    declares: str, test: str, verdict: str, told: str | None, here: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Written in a base; a No is taken, a Yes changes nothing."""
+    source = f"class Base:\n    x = 1\n    {declares}\n\nclass M(Base):\n    {_HOOK.format(test)}"
+    (tmp_path / "declaring.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, report = _json("--model", "declaring:M")
+    assert report["verdict"]["model"] == verdict
+    assert report["model"]["looks"][0]["declares"] is (None if told is None else "True" in declares)
+    shown = " ".join(_doctor("--model", "declaring:M").stdout.replace("│", "").split())
+    assert ("of itself" in shown) is (told is not None)
+    assert told is None or told in shown
+    assert any("declares that it does not" in advice for advice in report["change"]) is ("False" in declares)
+
+
 def test_what_is_no_model_is_not_safe(here: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the current folder, which the console script's path leaves out."""
     (tmp_path / "a_local_model.py").write_text("class M: pass\n", encoding="utf-8")

@@ -31,7 +31,7 @@ import torch
 from omni_npu_phase.speech import engine, output, picture, tiny_qwen3_tts
 from omni_npu_phase.speech.engine import EngineError, EngineRun, EngineSpec
 from omni_npu_phase.speech.prompts import Prompt
-from omni_npu_phase.speech.report import AUDIO_TOLERANCE, Report
+from omni_npu_phase.speech.report import AUDIO_TOLERANCE, Company, Report
 from omni_npu_phase.speech.validate import BadInputError, Options, budgets, validate
 
 from .engines import Engines
@@ -160,6 +160,28 @@ def test_audio_of_the_tiny_checkpoint_is_heard(spoken: Report) -> None:
         assert np.isfinite(audio).all()
         assert 0.05 < audio.std() < 0.3
         assert np.abs(audio).max() < 1
+
+
+def test_codes_must_be_the_same_among_others(spoken: Report) -> None:
+    """Two prompts that share their steps; a frame that the other one got is seen, and so is a batch of one."""
+    alone = [comparison.unchunked for comparison in spoken.comparisons]
+    among = [
+        replace(request, rows=[replace(row, step=step) for step, row in enumerate(request.rows)]) for request in alone
+    ]
+    report = replace(spoken, company=Company(1, list(zip(alone, among, strict=True))))
+    assert (report.verdict, report.as_dict()["company"]) == ("equal", {"others": 1, "codes_equal": True})
+    first, second = among
+    swapped = [
+        replace(one, codes=other.codes) if one.step == 5 else one
+        for one, other in zip(first.rows, second.rows, strict=False)
+    ]
+    wrong = Company(1, [(alone[0], replace(first, rows=swapped)), (alone[1], second)])
+    assert replace(spoken, company=wrong).faults == [
+        "prompt 1: among 1 other the codes differ from frame 4 on (R3, T5)"
+    ]
+    apart = replace(second, rows=[replace(row, step=row.step + 99) for row in second.rows])
+    report = replace(spoken, company=Company(1, [(alone[0], first), (alone[1], apart)]))
+    assert report.unproven == ["no two prompts were decoded in one step"]
 
 
 # The first prompt's tail is taken for decode, as all spans of one token are; a row of the second prompt is altered.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import logging
@@ -1050,6 +1051,7 @@ def test_perfetto(mixed_trace: Path, tmp_path: Path) -> None:
     assert set(document) == {"traceEvents", "displayTimeUnit"}
     made = document["traceEvents"]
     assert made == list(events([schema.read(mixed_trace)]))
+    made = [each for each in made if each["pid"] == 1]
     names = {each["tid"]: each["args"]["name"] for each in made if each["name"] == "thread_name"}
     assert list(names.values()) == ["steps", "a", "b", "c", "d"]
     slices = [each for each in made if each["ph"] == "X"]
@@ -1068,6 +1070,34 @@ def test_perfetto(mixed_trace: Path, tmp_path: Path) -> None:
     for folder in (".", tmp_path):
         result = _cli("export", mixed_trace, "--output", folder)
         assert (result.exit_code, "this is a folder" in result.stderr) == (2, True)
+
+
+def test_perfetto_shows_which_stage_is_late(tmp_path: Path) -> None:
+    """A request leaves stage 0 at 3 ms, and its two streams begin in stage 1 at 9 ms; their steps are 1 ms apart."""
+    for stage, replica, first in ((0, 0, 0), (1, 1, 9)):
+        header = replace(HEADER, stage=stage, replica=replica)
+        lines = [_line(number, _decode("a"), time=1000 * (first + number)) for number in range(4)]
+        _write(tmp_path / f"{header.file_stem}.jsonl", *lines, header=header.as_json())
+    made = list(events(schema.find(tmp_path)))
+    own = [(each["name"], each["ts"], each["dur"]) for each in made if each["ph"] == "X" and each["pid"] == 3]
+    assert own == [
+        ("stage 0 replica 0", 0, 3005),
+        ("waits for stage 1 replica 1", 3005, 5995),
+        ("stage 1 replica 1", 9000, 3005),
+    ]
+    assert [each["args"].get("waited") for each in made if each.get("cat") == "row"] == [None, 995, 995, 995] * 2
+
+
+def test_csv(mixed_trace: Path, tmp_path: Path) -> None:
+    output = tmp_path / "rows.csv"
+    assert _cli("export", mixed_trace, "--csv", "--output", output).exit_code == 0
+    with output.open(encoding="utf-8", newline="") as file:
+        listed = list(csv.DictReader(file))
+    assert [(int(each["step"]), each["request"]) for each in listed] == _shown(mixed_trace)
+    told = [(each["P"], each["C"], each["phase"], each[contract.IS_PREFILL], each["replica"]) for each in listed]
+    assert told[2] == ("5", "4", "prefill tail", "True", "0")
+    both = _cli("export", mixed_trace, "--csv", "--perfetto", "--output", output)
+    assert (both.exit_code, "one of them" in both.stderr) == (2, True)
 
 
 def test_what_is_no_file_is_written_to_and_stays(mixed_trace: Path, tmp_path: Path) -> None:

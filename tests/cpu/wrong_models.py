@@ -44,6 +44,23 @@ class ReturnsTheWholePrompt(ToyTalker):
         return ids, self.text[info["phrase"]] if info[IS_PREFILL] else embeds, updates
 
 
+class AnswersWithThePromptOnly(ToyTalker):
+    """A span that goes beyond the prompt gets the prompt's rows, and no more."""
+
+    def preprocess(self, input_ids: torch.Tensor, input_embeds: Any, **info: Any) -> Any:
+        ids, embeds, updates = super().preprocess(input_ids, input_embeds, **info)
+        return ids, embeds[: info[PROMPT_LEN] - info[NUM_COMPUTED]] if info[IS_PREFILL] else embeds, updates
+
+
+class ReturnsWhatItWasGiven(ToyTalker):
+    """A span that goes beyond the prompt gets, behind it, the rows that lay in the runner's buffer."""
+
+    def preprocess(self, input_ids: torch.Tensor, input_embeds: Any, **info: Any) -> Any:
+        ids, embeds, updates = super().preprocess(input_ids, input_embeds, **info)
+        inside = info[PROMPT_LEN] - info[NUM_COMPUTED]
+        return ids, torch.cat([embeds[:inside], input_embeds[inside:]]) if info[IS_PREFILL] else embeds, updates
+
+
 class IgnoresItsPrompt(ToyTalker):
     """Whatever is read, no two places differ: nothing would show."""
 
@@ -194,7 +211,9 @@ def _wrong(cls: type[ToyTalker], *cases: str) -> WrongModel:
 WRONG_MODELS = (
     _wrong(DecidesBySpan, "tail", "chunks", "cached", "replay", "company", "mtp-inputs"),
     _wrong(SlicesByItsOwnCounter, "cached", "replay"),
-    _wrong(ReturnsTheWholePrompt, "results", "tail", "chunks", "cached", "replay", "company"),
+    _wrong(ReturnsTheWholePrompt, "results", "tail", "chunks", "cached", "replay", "company", "crossing"),
+    _wrong(AnswersWithThePromptOnly, "crossing"),
+    _wrong(ReturnsWhatItWasGiven, "crossing"),
     _wrong(IgnoresItsPrompt, "chunks"),
     _wrong(CountsDecodeCalls, "resume-one-by-one"),
     _wrong(CountsDecodeTokens, "resume", "resume-one-by-one"),

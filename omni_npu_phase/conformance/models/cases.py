@@ -215,6 +215,23 @@ def _replay(make: MakeBench, name: str) -> Iterator[str]:
             yield f"read again after 2 outputs, {chunks}: {told[0]}"
 
 
+def _crossing(make: MakeBench, name: str) -> Iterator[str]:
+    """The rows of a crossing span that lie behind the prompt: each has an embedding, and none is an older step's."""
+    from omni_npu_phase.conformance.recording_model import UNTOUCHED
+
+    bench = make()
+    request = bench.arrive(name)
+    length = bench.prompt_len(request)
+    (seen,) = bench.step(bench.row(request, 0, length + 2))
+    if len(seen.own) < seen.row.span:
+        yield f"{seen}: {len(seen.own)} embedding rows; nothing for positions {len(seen.own)} to {seen.row.span - 1}"
+        return
+    for position, embeds in enumerate(seen.own[length:], length):
+        if bool((embeds == UNTOUCHED).all()):
+            yield f"{seen}: the embedding at position {position} is what the runner's buffer held before the step"
+            return
+
+
 def _resume(how: str, make: MakeBench, name: str) -> Iterator[str]:
     """Whether a request goes on as if nothing had been, once its prompt and two outputs were read again."""
     bench = make()
@@ -317,6 +334,7 @@ _ALL = (
     ModelCase("chunks", "a prompt in any chunks is the whole prompt, and so is what follows", _chunks),
     ModelCase("cached", "a prompt that begins behind cached tokens begins there", _cached),
     ModelCase("replay", "a prompt read again from C=0 is the prompt again", _replay),
+    ModelCase("crossing", "a span across the prompt boundary has an embedding for each of its tokens", _crossing),
     ModelCase("resume", "outputs read again as one span move nothing on", partial(_resume, "as one span")),
     ModelCase(
         "resume-crossing",
