@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,22 @@ RELEASED_EXTENDED = {"T8", "T9", "E1", "E3", "E4", "E5", "E5b", "E6", "E7", "E8"
 
 
 @pytest.fixture(scope="module")
-def both() -> Report:
+def judged() -> Iterator[dict[tuple[str, str], list[Judgement]]]:
+    """What ``verify`` judged in this module, by mode and scenario."""
+    run_case, judged = verify.run_case, {}
+
+    def kept(classes: verify.RunnerClasses, mode: verify.Mode, scenario: Scenario, *how: Any) -> Any:
+        case = run_case(classes, mode, scenario, *how)
+        judged.setdefault((mode, scenario.id), []).extend(case.judgements if case else ())
+        return case
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "run_case", kept)
+        yield judged
+
+
+@pytest.fixture(scope="module")
+def both(judged: dict[tuple[str, str], list[Judgement]]) -> Report:
     tiers: dict[verify.Mode, Sequence[contract.Tier]] = {
         "released": ("required", "extended"),
         "mixin": ("required", "extended"),
@@ -37,15 +52,12 @@ def both() -> Report:
 
 
 @pytest.mark.parametrize("scenario", BY_ID.values(), ids=lambda scenario: scenario.id)
-def test_scenario(scenario: Scenario) -> None:
+@pytest.mark.usefixtures("both")
+def test_scenario(scenario: Scenario, judged: dict[tuple[str, str], list[Judgement]]) -> None:
     """Every judgement holds with the mixin, and the scenario says something about the clauses it is about."""
-    runner = verify.classes_for("mixin", verify.load_runner("gpu-v1")).of(scenario)
-    assert runner is not None
-    judgements = [
-        judgement
-        for variant in verify.variants(scenario, "mixin")
-        for judgement in judge(run_scenario(runner, scenario, variant, CPU))
-    ]
+    if ("mixin", scenario.id) not in judged:  # It is for those who ask for exact replay.
+        verify.verify(verify.load_runner("gpu-v1"), ("mixin",), scenarios=[scenario])
+    judgements = judged["mixin", scenario.id]
     assert [judgement for judgement in judgements if not judgement.holds] == []
     assert set(scenario.about) <= {judgement.clause for judgement in judgements}
 
