@@ -119,7 +119,7 @@ class Bench:
         for name, value in {
             "enforce_eager": True,
             "async_chunk": False,
-            "hf_text_config": PretrainedConfig(hidden_size=sizes.hidden),  # type: ignore[call-arg]
+            "hf_text_config": PretrainedConfig(hidden_size=sizes.hidden),
             "subtalker_sampling_params": {"do_sample": False, "top_k": 1},
         }.items():
             object.__setattr__(model_config, name, value)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +13,6 @@ if TYPE_CHECKING:
     from omni_npu_phase.speech.report import Report
 
     from .engines import Engines
-
-# Must be set before vLLM configures its logging at import.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 # A busy machine must not fail a test by its time.
 settings.register_profile("no-deadline", deadline=None)
@@ -34,26 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Coverage rests while a test marked ``no_cover`` runs, in processes that it starts too, and then goes on."""
-    measuring = None
-    if item.get_closest_marker("no_cover"):
-        from coverage import Coverage
-
-        measuring = Coverage.current()
-    if measuring is None:
-        return (yield)
-    measuring.stop()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
-                patch.delenv(name)
-            return (yield)
-    finally:
-        measuring.start()
 
 
 @pytest.fixture(autouse=True)
@@ -104,18 +79,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def talker(traces: dict[str, Path], checkpoints: Path) -> dict[str, dict[str, Any]]:
     """What the tiny talker did in each case of ``talker_runs``; for tests of the group "talker"."""
-    from omni_npu_phase.settings import MODE_VARIABLE
     from omni_npu_phase.speech import tiny_qwen3_tts
 
-    from .talker_runs import CASES, OFF, talker_runs
+    from .talker_runs import CASES, talker_runs
 
-    def run(
-        cases: Mapping[str, dict[str, Any]], folder: Path | None = None, **environment: str
-    ) -> dict[str, dict[str, Any]]:
-        asked = [{**case, "trace": str(traces[name]) if name in traces else None} for name, case in cases.items()]
-        return dict(zip(cases, talker_runs(tiny_qwen3_tts.cached(), asked, folder, **environment), strict=True))
-
-    return run(CASES, checkpoints) | run({"off": OFF, "off, traced": OFF}, **{MODE_VARIABLE: "off"})
+    asked = [{**case, "trace": str(traces[name]) if name in traces else None} for name, case in CASES.items()]
+    return dict(zip(CASES, talker_runs(tiny_qwen3_tts.cached(), asked, checkpoints), strict=True))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of the talker alone, one after the other in a process of their own: the platform is chosen once a process.
+"""Engines of the talker alone, one after the other in processes of their own: the platform is chosen once a process.
 
 ``python talker_runs.py MODEL [FOLDER]`` reads cases from standard input and writes what the model saw to standard
 output. With FOLDER it makes two checkpoints there: ``again`` as MODEL was made, ``other`` with another seed.
@@ -13,12 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from omni_npu_phase.settings import OBSERVE_VARIABLE, TRACE_VARIABLE
+from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE, TRACE_VARIABLE
 
 TEXTS = {"a": "Hello world", "b": "The rain has ended."}
 _SEEDED = {"seed": 5, "temperature": 0.9}
@@ -45,19 +46,18 @@ CASES: Mapping[str, dict[str, Any]] = {
         **{"texts": TEXTS, "budget": 7, "dtype": "float32"},
         **{"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     },
+    "off": {"texts": TEXTS, "budget": 7, "mode": "off"},
+    "off, traced": {"texts": TEXTS, "budget": 7, "mode": "off"},
 }
-"""What engines with the mixin are asked; ``conftest.talker`` runs them."""
-OFF = {"texts": TEXTS, "budget": 7}
-"""And engines with ``OMNI_NPU_PHASE=off``."""
+"""What engines are asked; ``conftest.talker`` runs them."""
 
 
-def talker_runs(
-    model: Path, cases: list[dict[str, Any]], folder: Path | None = None, **environment: str
-) -> list[dict[str, Any]]:
+def talker_runs(model: Path, cases: list[dict[str, Any]], folder: Path | None = None) -> list[dict[str, Any]]:
     """Run each case: ``texts`` by request, and keywords of ``talker_engine``; ``sampling`` is for every request.
 
-    With ``trace``, a folder, a case writes traces there; no case that writes none may come after it. Returns for each:
-    ``tokens``, ``prompt_lens``, and ``ranks`` and ``runners``, what each process with a talker saw.
+    Cases of another ``mode`` than those before them run in another process. With ``trace``, a folder, a case writes
+    traces there; no case of its mode that writes none may come after it. Returns for each: ``tokens``, ``prompt_lens``,
+    and ``ranks`` and ``runners``, what each process with a talker saw.
     """
     done = subprocess.run(
         [sys.executable, __file__, str(model), *([] if folder is None else [str(folder)])],
@@ -65,16 +65,15 @@ def talker_runs(
         capture_output=True,
         text=True,
         check=False,
-        env={"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **environment},
+        env={"VLLM_LOGGING_LEVEL": "ERROR", **os.environ},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
 
 
 def main(model: Path, folder: Path | None = None) -> None:
-    from omni_npu_phase import plugin
-    from omni_npu_phase.speech import observe, tiny_qwen3_tts
-    from omni_npu_phase.speech.talker_engine import prepare, talker_engine
+    from omni_npu_phase.speech import tiny_qwen3_tts
+    from omni_npu_phase.speech.talker_engine import prepare
 
     prepare()
     import vllm_omni  # noqa: F401
@@ -85,7 +84,22 @@ def main(model: Path, folder: Path | None = None) -> None:
     # At an engine's end vLLM looks through all objects for garbage: a second each time, with what was imported.
     gc.freeze()
     gc.unfreeze = lambda: None
-    for case in json.loads(sys.stdin.read()):
+    for mode, cases in groupby(json.loads(sys.stdin.read()), lambda case: case.pop("mode", "")):
+        # A fork has imported vLLM-Omni, but no plugin yet and no runner.
+        if os.fork() == 0:
+            os.environ[MODE_VARIABLE] = mode
+            run(model, cases)
+            sys.exit()
+        if os.wait()[1]:
+            sys.exit("a case failed")
+
+
+def run(model: Path, cases: Iterable[dict[str, Any]]) -> None:
+    from omni_npu_phase import plugin
+    from omni_npu_phase.speech import observe
+    from omni_npu_phase.speech.talker_engine import talker_engine
+
+    for case in cases:
         texts, sampling, trace = case.pop("texts"), case.pop("sampling", {}), case.pop("trace", None)
         with tempfile.TemporaryDirectory() as folder:
             os.environ[OBSERVE_VARIABLE] = folder

@@ -82,7 +82,7 @@ def test_coverage_goes_on_after_a_marked_test_that_fails(workers: list[str], tmp
     (tmp_path / "counted").mkdir()
     (tmp_path / "counted" / "__init__.py").write_text(_COUNTED, encoding="utf-8")
     (tmp_path / "test_counted.py").write_text(_TESTS, encoding="utf-8")
-    options = ["-p", "tests.cpu.conftest", "-p", "xdist", "-p", "no:cacheprovider", "-c", os.devnull]
+    options = ["-p", "tests.conftest", "-p", "xdist", "-p", "no:cacheprovider", "-c", os.devnull]
     done = _coverage(tmp_path, "run", "-m", "pytest", *options, *workers, "test_counted.py")
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert _coverage(tmp_path, "combine").returncode == 0

@@ -7,14 +7,12 @@ run where torch_npu finds an NPU, and are skipped with one line elsewhere.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
 from omni_npu_phase.conformance import verify
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 UNUSABLE = 2
 _DEVICE = pytest.StashKey[str]()
 _NO_DEVICE = "no NPU here; --device emulated runs these without one"
