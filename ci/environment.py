@@ -39,7 +39,7 @@ HELP = f"""usage: ci/environment.py
 Makes the Python {PYTHON_VERSION} environment that ci/test and ci/verify run in, or
 brings it up to date.  Both call this themselves, so there is seldom a reason to.
 
-The first run takes one to five minutes and about 4 GB; a later one is instant.
+The first run takes two to seven minutes and about 4 GB; a later one is instant.
 Where it goes and what goes in:
 
   ci/pins/torch.txt    PyTorch, installed with its dependencies.  A CPU build is
@@ -148,7 +148,7 @@ def _make(venv: Path) -> None:
     python = _find_python()
     _clear(venv)
     _check_space(venv)
-    _say(f"making {venv}; this happens once and takes a few minutes")
+    _say(f"making {venv} in six steps: 4 GB, 2 to 7 minutes, once. Progress every {HEARTBEAT_SECONDS:.0f} s")
     _write_stamp(venv, environment="", checkout="")
 
     _step(venv, "1/6 new environment", [python, "-m", "venv", str(venv)])

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -14,15 +16,23 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="The prefill/decode phase contract of vLLM-Omni: check that a model runner keeps it.",
+    help="Whether vLLM-Omni's model runners, and models on them, tell a prompt's last token from a generated one.",
 )
-app.command(epilog=verify.EPILOG)(verify.verify)
-app.command(epilog=doctor.EPILOG)(doctor.doctor)
-app.command(epilog=lint.EPILOG)(lint.lint)
-app.command(epilog=validate.EPILOG)(validate.validate)
+
+
+def _add(function: Callable[..., Any], epilog: str) -> None:
+    # Typer keeps the line ends of a docstring, wherever the terminal's own line ends.
+    text = inspect.getdoc(function) or ""
+    app.command(help="\n\n".join(" ".join(part.split()) for part in text.split("\n\n")), epilog=epilog)(function)
+
+
+_add(doctor.doctor, doctor.EPILOG)
+_add(lint.lint, lint.EPILOG)
 app.add_typer(trace.app, name="trace")
-app.command(epilog=bench.EPILOG)(bench.bench)
-app.command(epilog=bench_speech.EPILOG)(bench_speech.bench_speech)
+_add(verify.verify, verify.EPILOG)
+_add(validate.validate, validate.EPILOG)
+_add(bench.bench, bench.EPILOG)
+_add(bench_speech.bench_speech, bench_speech.EPILOG)
 
 
 def _show_version(wanted: bool) -> None:

@@ -72,9 +72,9 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Time steps of the installed runner, as released and with the mixin, in turns and in one process.
+    """Time a step of the installed runner, as released beside the same with the mixin.
 
-    The runners are real, on vLLM's own input batch and buffers on the CPU, and so are the hooks; weights are invented,
+    They take turns in one process, on the CPU. Runners, hooks, input batch and buffers are real; weights are invented,
     and MTP is a stand-in. Times are processor time of one thread, that of hooks and MTP left out.
     """
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):

@@ -36,10 +36,10 @@ def bench_speech(
     as_json: Annotated[bool, typer.Option("--json", help="Write the report as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
 ) -> None:
-    """Measure frames a second and first-audio latency of a tiny Qwen3-TTS on this CPU, through the whole pipeline.
+    """Time the whole pipeline: frames a second and first audio of a tiny Qwen3-TTS on this CPU.
 
-    The released runner beside the mixin, at several numbers of concurrent requests; and a long prompt that comes while
-    others speak, chunked beside unchunked, both with the mixin.
+    First the released runner beside the mixin, at several numbers of concurrent requests. Then a long prompt that comes
+    while others speak, chunked beside unchunked, both with the mixin.
     """
     try:
         from omni_npu_phase.speech import throughput

@@ -44,11 +44,11 @@ def lint(
     ),
     rules: Annotated[bool, typer.Option("--rules", help="List the rules, and what to write instead.")] = False,
 ) -> None:
-    """Find model code that guesses its phase, or slices its prompt, instead of reading the runner's fields.
+    """Find model code that guesses whether a row is prompt, instead of reading the runner's fields.
 
-    Reads the source of every class with a preprocess hook, without importing it. Each hook is followed, with the
-    methods and functions it calls in its package, for a chunk of a prompt, its one-token tail, and decode: what treats
-    the tail like decode is wrong on any runner.
+    Lint reads the source of every class with a preprocess hook, and imports none of it. It follows each hook, with the
+    functions that the hook calls in its package, for a chunk of a prompt, for a prompt's last token alone, and for
+    decode. A hook that treats the last token of a prompt like decode is wrong on any runner.
     """
     from omni_npu_phase.lint import files
     from omni_npu_phase.lint.source import UnreadableError

@@ -30,7 +30,7 @@ _UNREADABLE = "2 a file that is no trace, or of a newer schema, or wrong use."
 
 app = typer.Typer(
     no_args_is_help=True,
-    help=f"Traces of a serving engine, written where {TRACE_VARIABLE}=DIR is set: every row of every step.",
+    help=f"Look at what a serving engine recorded ({TRACE_VARIABLE}=DIR): every row of every step.",
 )
 
 

@@ -63,10 +63,10 @@ def validate(
     ] = 600,
     debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
 ) -> None:
-    """Speak texts with and without chunked prefill, in engines of their own, and compare codes and audio.
+    """Speak texts with chunked prefill and without, and compare codes and audio.
 
-    The engines are vLLM-Omni's own, with the phase contract in their runners; every prompt must leave a one-token
-    prefill tail when it is chunked, or nothing was proven.
+    Both engines are vLLM-Omni's own, with the mixin in their runners. When a prompt is chunked, its last token must be
+    alone in a step; else nothing is proven.
     """
     from omni_npu_phase.speech import report as speech_reports
     from omni_npu_phase.speech.engine import EngineError

@@ -96,9 +96,10 @@ def verify(
         typer.Option(metavar="FILE", help="Write it here too, as its suffix says (.json, .md); may be repeated."),
     ] = None,
 ) -> None:
-    """Run the contract's scenarios on a real runner class and judge every clause.
+    """Judge a runner class by every clause of the contract.
 
-    The runner's own methods run, on vLLM's own input batch and buffers; no engine, weights or accelerator is needed.
+    The contract's scenarios run on the runner's own methods, with vLLM's own input batch and buffers. No engine,
+    weights or accelerator is needed.
     """
     chosen = _chosen_scenarios(scenario)
     if list_scenarios and report_format is FormatOption.json:

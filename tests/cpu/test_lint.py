@@ -441,19 +441,6 @@ def test_help_and_rules_teach() -> None:
         assert "".join(rule.fix.split())[:20] in listed
 
 
-def test_the_guide_says_what_lint_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hook is clean, and with the span in place of the field it is found."""
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "model.md").read_text(encoding="utf-8")
-    hook = guide.partition("```python\n")[2].partition("```")[0]
-    assert '        if info["_omni_is_prefill"]:' in hook
-    monkeypatch.chdir(tmp_path)
-    toy = tmp_path / "toy.py"
-    toy.write_text(f"from torch import nn\n\n\n{hook}", encoding="utf-8")
-    assert _lint("toy.py", "--fail-on", "note").exit_code == 0
-    toy.write_text(toy.read_text().replace('if info["_omni_is_prefill"]:', "if span > 1:"), encoding="utf-8")
-    assert "error span-phase [M5] `span > 1` decides" in _lint("toy.py").stdout
-
-
 def _unreadable(folder: Path, content: bytes) -> Path:
     file = folder / "bad.py"
     file.write_bytes(content)

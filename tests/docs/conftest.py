@@ -8,7 +8,9 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("documents")
-    group.addoption("--installs", action="store_true", help="run blocks that install, too, in an empty environment")
+    group.addoption(
+        "--installs", metavar="CHECKOUT", help="run blocks that install, too, in an empty environment and a copy of it"
+    )
     group.addoption("--real", action="store_true", help="run commands whose output is recorded, too, and compare")
     group.addoption("--record", action="store_true", help="run them, and write docs/recorded anew")
 

@@ -7,8 +7,8 @@ A comment before a block says what it needs, and nothing of it is seen on the pa
 - ``<!-- status: N -->``: the block's last command ends with that exit status;
 - ``<!-- recorded: NAME -->``: what is quoted is part of ``docs/recorded/NAME.txt``, a real run of the
   command that stands there on its first line. ``--real`` runs that command and compares, ``--record`` writes it anew;
-- ``<!-- installs -->``: runs in an empty environment with ``--installs``, in a copy of the checkout;
-- ``<!-- vllm -->``: needs vLLM-Omni;
+- ``<!-- installs -->``: runs in an empty environment with ``--installs CHECKOUT``, in a copy of that;
+- ``<!-- runs -->``: Python that runs where vLLM-Omni is;
 - ``<!-- named -->``: is only read: the command and its options exist. It needs a device, a checkpoint or a server.
 
 ``[...]`` in quoted output stands for any text. Every command of a ``console`` block is read, also those that run.
@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 from sybil import Document, Example
@@ -50,7 +49,7 @@ DOCUMENTS = sorted(
 )
 LANGUAGES = ("console", "python", "text", "yaml")
 # "text" marks nothing that can be run; it is quoted from somewhere, or a file.
-MARKS = ("file", "status", "recorded", "installs", "vllm", "named")
+MARKS = ("file", "status", "recorded", "installs", "runs", "named")
 _MARK = re.compile(r"<!-- (\w+)(?:: (.*?))? -->")
 _BEFORE = re.compile(r"((?:<!-- [^>]* -->\s*?\n)+)\Z")
 # Variables of vLLM, of Ascend's own scripts and of the environments in ci/.
@@ -166,12 +165,16 @@ def _wrong(command: str) -> str | None:
     if first == "omni-npu-phase":
         return _wrong_argument(rest)
     if first.startswith("ci/"):
-        if not (ROOT / first).is_file():
+        if not (ROOT / first).exists():
             return f"there is no {first}"
+        if not os.access(ROOT / first, os.X_OK) or (ROOT / first).is_dir():
+            return None
         known = set(re.findall(r"--[a-z-]+", _help(first)))
         if first == "ci/verify":
-            # It hands them on.
+            # It hands them on, as ci/test does to pytest.
             return _wrong_argument(["verify", *rest])
+        if first == "ci/test":
+            return None
     elif first == "pytest":
         known = _kit_options()
         rest = [word for word in rest if word.startswith("--phase")]
@@ -183,13 +186,13 @@ def _wrong(command: str) -> str | None:
 
 def _wrong_argument(words: list[str]) -> str | None:
     command: Any = typer.main.get_command(app)
-    context = click.Context(command)
-    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+    # Of groups: a command by its name.
+    while words and not words[0].startswith("-") and (below := getattr(command, "commands", None)):
         name, *words = words
-        command = command.get_command(context, name)
-        if command is None:
+        if name not in below:
             return f"there is no command {name}"
-    known = {name for each in command.get_params(context) for name in (*each.opts, *each.secondary_opts)} | {"--help"}
+        command = below[name]
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
     unknown = [word for word in words if re.match("--?[a-z]", word) and word.partition("=")[0] not in known]
     return f"{command.name} has no {unknown}" if unknown else None
 
@@ -300,7 +303,7 @@ def _session(folder: Path) -> Session:
 
 def _chosen(document: str, wanted: str | None) -> list[Block]:
     """Files, and the console blocks with that mark, or with none that says where they run."""
-    places = {"recorded", "installs", "vllm", "named"}
+    places = {"recorded", "installs", "named"}
     return [
         block
         for block in blocks(document)
@@ -327,15 +330,9 @@ def test_commands(document: str, tmp_path: Path) -> None:
     _follow(document, None, _session(tmp_path))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm_omni") is None, reason="no vLLM-Omni")
-@pytest.mark.parametrize("document", _documents("vllm"))
-def test_commands_with_vllm(document: str, tmp_path: Path) -> None:
-    _follow(document, "vllm", _session(tmp_path))
-
-
 @pytest.mark.installs
 @pytest.mark.parametrize("document", _documents("installs"))
-def test_commands_that_install(document: str, tmp_path: Path) -> None:
+def test_commands_that_install(document: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """In a copy of the checkout, with an empty environment first on PATH."""
     session = _session(tmp_path)
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
@@ -343,7 +340,7 @@ def test_commands_that_install(document: str, tmp_path: Path) -> None:
     session.variables["PATH"] = f"{tmp_path / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     session.variables["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "*-report")
-    shutil.copytree(ROOT, session.folder, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(pytestconfig.getoption("--installs"), session.folder, ignore=ignored, dirs_exist_ok=True)
     _follow(document, "installs", session)
 
 
@@ -351,7 +348,9 @@ def test_commands_that_install(document: str, tmp_path: Path) -> None:
 def test_python_is_python(document: str) -> None:
     for block in blocks(document):
         if block.language == "python":
-            compile(block.text, block.place, "exec")
+            code = compile(block.text, block.place, "exec")
+            if "runs" in block.marks and importlib.util.find_spec("vllm_omni"):
+                exec(code, {})
 
 
 def test_the_grid_is_that_of_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
