@@ -120,6 +120,7 @@ class LiveBuffers:
             # Of requests that share a group the last one's value stays, of whatever kind.
             columns = {} if len(set(groups)) == len(groups) else None
         for request_id, info, update in zip(request_ids, infos, updates, strict=True):
+            self._runner.requests[request_id].additional_information_cpu = info
             for key, value in update.items():
                 if key in NEVER_STORED:
                     continue
@@ -143,7 +144,6 @@ class LiveBuffers:
             else:
                 for container, value in column:
                     self._place(container, name, value, (key, name) in resident)
-        self._mirror(request_ids, infos)
 
     def store_codes(self, request_ids: Sequence[str], key: Key, codes: Any, marks: Mapping[Key, torch.Tensor]) -> None:
         """Store row i of ``codes``, shape (rows, ...), with request i, beside element i of each of ``marks`` (T5).
@@ -156,6 +156,8 @@ class LiveBuffers:
             [self._group(request_id, info, group) for request_id, info in zip(request_ids, infos, strict=True)]
             for group, _ in (key, *marks)
         )
+        for request_id, info in zip(request_ids, infos, strict=True):
+            self._runner.requests[request_id].additional_information_cpu = info
         if isinstance(codes, torch.Tensor) and len(codes) == len(groups):
             # Each request's is a row, not its element.
             self._put(self._helper.snapshot(codes).unsqueeze(1), groups, key[1], resident)
@@ -164,7 +166,6 @@ class LiveBuffers:
                 self._place(group, key[1], codes[row : row + 1], resident)
         for (mark_key, mark), mark_groups in zip(marks.items(), marked, strict=True):
             self._put(mark, mark_groups, mark_key[1], resident or mark_key in self._resident)
-        self._mirror(request_ids, infos)
 
     def transfer(self) -> None:
         """Bring what leaves the device to the host now, in one transfer and one wait."""
@@ -187,11 +188,6 @@ class LiveBuffers:
         model = None if self._helper.is_host else getattr(self._runner, "model", None)
         return getattr(model, "gpu_resident_buffer_keys", ())
 
-    def _mirror(self, request_ids: Sequence[str], infos: Sequence[Any]) -> None:
-        requests = self._runner.requests
-        for request_id, info in zip(request_ids, infos, strict=True):
-            requests[request_id].additional_information_cpu = info
-
     def _stacked(self, values: Sequence[Any]) -> torch.Tensor | None:
         """Small tensors of one shape and dtype as rows of a new block; None for any others."""
         first = values[0]
@@ -206,7 +202,8 @@ class LiveBuffers:
         """Put a value under ``name`` of a container, owned."""
         if isinstance(value, torch.Tensor):
             container[name] = owned = self._helper.snapshot(value)
-            self._leave(owned, (owned,), (container,), name, resident)
+            if not self._helper.is_host:
+                self._leave(owned, (owned,), (container,), name, resident)
         elif isinstance(value, list):
             container[name] = items = list(value)
             for index, item in enumerate(items):

@@ -56,21 +56,22 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None
     call = port.hook_call(SCALAR_HOOK, run.rows)
     infos = port.infos_for_hooks(run.rows)
     for row, info, ids, embeds in zip(run.rows, infos, *_slices(plan, port, run.rows), strict=True):
-        call.requests = (plan.request_ids[row],)
-        plan.write_fields((row,), (info,))
+        alone, call.requests = range(row, row + 1), (plan.request_ids[row],)
+        plan.write_fields(alone, (info,))
         raw = port.call_scalar(row, info, ids, embeds)
         width = port.mtp_width if plan.eligible[row] else None
         rows, new_ids, new_embeds, updates, mtp_inputs = results.scalar_result(
             call, raw, span=plan.spans[row], given_ids=ids, mtp_width=width
         )
         if updates:
-            port.store_updates((row,), (updates,))
+            port.store_updates(alone, (updates,))
         where = slice(plan.offsets[row], plan.offsets[row] + rows)
         if mtp_inputs is None:
             port.write_rows(where, new_ids, new_embeds)
         else:
             port.fill_mtp(len(in_mtp), where, [ids if new_ids is None else new_ids, new_embeds, *mtp_inputs])
-            port.write_rows(where, new_ids, None)
+            if new_ids is not None:
+                port.write_rows(where, new_ids, None)
             in_mtp.append(row)
         if rows < plan.spans[row]:
             start, end = where.stop, plan.offsets[row] + plan.spans[row]
