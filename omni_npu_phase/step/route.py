@@ -8,7 +8,7 @@ a part, then its embeddings. So no later hook, and no write of this step, can ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from operator import add
 from typing import Any
 
 from omni_npu_phase.step import results
@@ -80,13 +80,10 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None
 
 def _slices(plan: StepPlan, port: Port, rows: Sequence[int]) -> tuple[Iterable[Any], Iterable[Any]]:
     """Each row's own token ids and embeddings (R9), in one operation each where the rows are adjacent."""
-    if len(rows) == 1:
-        where = slice(plan.offsets[rows[0]], plan.offsets[rows[0]] + plan.spans[rows[0]])
-        return (port.ids[where],), (port.embeds[where],)
     starts, spans = of_rows(rows, plan.offsets), of_rows(rows, plan.spans)
-    *adjacent, stop = accumulate(spans, initial=starts[0])
-    if starts == adjacent:
-        where = slice(starts[0], stop)
+    ends = list(map(add, starts, spans))
+    if starts[1:] == ends[:-1]:
+        where = slice(starts[0], ends[-1])
         return port.ids[where].split_with_sizes(spans), port.embeds[where].split_with_sizes(spans)
-    own = [slice(start, start + span) for start, span in zip(starts, spans, strict=True)]
+    own = list(map(slice, starts, ends))
     return map(port.ids.__getitem__, own), map(port.embeds.__getitem__, own)
