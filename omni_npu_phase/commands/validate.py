@@ -65,7 +65,7 @@ def validate(
         bool, typer.Option("--preempt", help="Speak all texts at once with too few KV blocks, with and without replay.")
     ] = False,
     kv_blocks: Annotated[
-        int | None, typer.Option(metavar="N", help="With --preempt: KV blocks of 32 tokens; when left out, a few.")
+        int | None, typer.Option(metavar="N", help="With --preempt: KV blocks of the engines with too few.")
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
 ) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,18 @@ SCHEMA = "omni-npu-phase/validate/preempt-1"
 TEXTS = ("Hello world", "The rain has ended.", "Good morning to you all.", "Never mind the noise outside.")
 BUDGET = 7
 BLOCK = 32
-"""Tokens of a KV block."""
+"""Tokens of a KV block, where the platform leaves the choice."""
 ENOUGH, OFF, ON = "enough", "off", "on"
 COLUMNS = ("prompt", "P", "frames", "preempted", "without replay, first other frame", "with replay, first other frame")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What the process of the engines is asked. ``blocks``: KV blocks of the engines with too few; None finds them."""
+    """What the process of the engines is asked.
+
+    ``max_tokens``: of each prompt, at least; every request is made longer than a KV block. ``blocks``: KV blocks of the
+    engines with too few; None finds them.
+    """
 
     model: str
     device: Device
@@ -220,16 +224,18 @@ def main(folder: Path) -> None:
     prepare(spec.device)
     import vllm_omni.patch  # noqa: F401 - the platform, and with it the device
 
-    longest = max(prompt.length(Path(spec.model)) for prompt in spec.prompts) + spec.max_tokens
-    alone = -(-longest // BLOCK)
+    from omni_npu_phase.speech.talker_engine import talker_config
+
+    settings: dict[str, Any] = {"budget": spec.budget, "max_num_seqs": len(spec.prompts), "block_size": BLOCK}
+    # vLLM-Ascend has a size of its own.
+    block = talker_config(Path(spec.model), **settings).cache_config.block_size
+    lengths = [prompt.length(Path(spec.model)) for prompt in spec.prompts]
+    # Who stays within its first block is never preempted while it speaks.
+    spec = replace(spec, max_tokens=max(spec.max_tokens, block + 8 - min(lengths)))
+    alone = -(-(max(lengths) + spec.max_tokens) // block)
+    settings["max_model_len"] = alone * block
     # One is vLLM's own; of what is left the longest request takes all but one.
     blocks = spec.blocks or alone + 2
-    settings = {
-        "budget": spec.budget,
-        "max_model_len": alone * BLOCK,
-        "max_num_seqs": len(spec.prompts),
-        "block_size": BLOCK,
-    }
     few = {**settings, "num_gpu_blocks_override": blocks}
     spoken = {name: _speak(spec, name == ON, few if name != ENOUGH else settings) for name in (ENOUGH, OFF, ON)}
     text = json.dumps({"blocks": blocks, "spoken": spoken}, default=asdict)
