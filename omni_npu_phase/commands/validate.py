@@ -61,16 +61,25 @@ def validate(
         float,
         typer.Option(metavar="SECONDS", help="For each engine's imports, for its start, and for each text it speaks."),
     ] = 600,
+    preempted: Annotated[
+        bool, typer.Option("--preempt", help="Speak all texts at once with too few KV blocks, with and without replay.")
+    ] = False,
+    kv_blocks: Annotated[
+        int | None, typer.Option(metavar="N", help="With --preempt: KV blocks of the engines with too few.")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show what the engine wrote when it fails.")] = False,
 ) -> None:
     """Speak texts with chunked prefill and without, and compare codes and audio.
 
     Both engines are vLLM-Omni's own, with the mixin in their runners. When a prompt is chunked, its last token must be
     alone in a step; else nothing is proven.
+
+    With --preempt the texts are spoken at once, by engines of the talker alone: with enough KV blocks, with so few that
+    requests are preempted, and with as few and OMNI_NPU_PHASE_REPLAY=exact. Codes are compared.
     """
     from omni_npu_phase.speech import report as speech_reports
     from omni_npu_phase.speech.engine import EngineError
-    from omni_npu_phase.speech.validate import TEXTS, BadInputError, Options
+    from omni_npu_phase.speech.validate import TEXTS, BadInputError, Options, validate_preempted
     from omni_npu_phase.speech.validate import validate as run
 
     options = Options(
@@ -84,10 +93,12 @@ def validate(
         max_tokens=max_tokens,
         beside=beside,
         timeout=timeout,
+        kv_blocks=kv_blocks,
     )
+    report: Any
     try:
         with console.signals_raised(), console.progress() as say:
-            report = run(options, say)
+            report = validate_preempted(options, say) if preempted else run(options, say)
     except (BadInputError, EngineError) as error:
         if debug:
             sys.stderr.write(getattr(error, "log", ""))
@@ -95,11 +106,22 @@ def validate(
     except console.InterruptedByError as error:
         console.stop(f"ended by {error.name}, without a report")
     if report_format is FormatOption.table:
-        console.write(_speech_table(speech_reports, report), None)
+        console.write(_preempted_table(report) if preempted else _speech_table(speech_reports, report), None)
     else:
         console.write_text(report.to_json() if report_format is FormatOption.json else report.to_markdown(), None)
     if report.verdict != "equal":
         raise typer.Exit(console.FAILED)
+
+
+def _preempted_table(report: Any) -> list[Table | str]:
+    from omni_npu_phase.speech.preempt import COLUMNS
+
+    table = Table()
+    for header in COLUMNS:
+        table.add_column(header, overflow="fold")
+    for row in report.rows():
+        table.add_row(*map(console.escape, row))
+    return [table, console.escape(report.summary())]
 
 
 def _speech_table(speech_reports: Any, report: Any) -> list[Table | str]:

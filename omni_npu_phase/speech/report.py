@@ -312,18 +312,18 @@ class Report:
 
     def to_markdown(self) -> str:
         lines = ["# Speech, chunked against unchunked", "", self.summary(), ""]
-        lines += _table(COLUMNS, map(comparison_row, self.comparisons))
+        lines += markdown_table(COLUMNS, map(comparison_row, self.comparisons))
         difference = self.first_difference()
         if difference is not None:
             lines += ["", "## First difference", "", difference_text(difference), "", "```", *difference["rows"], "```"]
         if "picture" in self.files:
             lines += ["", f"![rows over steps, and waveforms]({self.files['picture']})"]
-        lines += ["", "## Engines", "", *_table(_ENGINE_COLUMNS, self._engine_rows())]
+        lines += ["", "## Engines", "", *markdown_table(_ENGINE_COLUMNS, self._engine_rows())]
         lines += [
             "",
             "## Runtime",
             "",
-            *_table(
+            *markdown_table(
                 (
                     "",
                     "",
@@ -393,7 +393,7 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [_markdown_row(row) for row in (headers, ["---"] * len(headers), *rows)]
 
 

@@ -12,10 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_npu_phase.emulated_ascend import engine as emulated_engine
 from omni_npu_phase.settings import PLATFORM_VARIABLE
+
+if TYPE_CHECKING:
+    from omni_npu_phase.speech.prompts import Prompt
 
 ARCHITECTURE = "Qwen3TTSTalkerForConditionalGeneration"
 _ENVIRONMENTS = {"cpu": {PLATFORM_VARIABLE: "cpu"}, "emulated": emulated_engine.ENVIRONMENT}
@@ -48,14 +51,17 @@ class TalkerEngine:
 
         ``with_embeds``: the request brings prompt embeddings too, for whose rows the talker's hook has its own.
         """
+        from omni_npu_phase.speech.prompts import Prompt
+
+        return self.submit_prompt(request_id, Prompt(text, speaker, "english"), with_embeds=with_embeds, **sampling)
+
+    def submit_prompt(self, request_id: str, prompt: Prompt, *, with_embeds: bool = False, **sampling: Any) -> int:
+        """The same for a prompt."""
         import torch
         from vllm import SamplingParams
         from vllm_omni.engine import OmniEngineCoreRequest
         from vllm_omni.engine.serialization import serialize_additional_information
 
-        from omni_npu_phase.speech.prompts import Prompt
-
-        prompt = Prompt(text, speaker, "english")
         model = self.core.vllm_config.model_config
         length = self.prompt_lens[request_id] = prompt.length(Path(model.model))
         # Other values in each request.
@@ -82,15 +88,22 @@ class TalkerEngine:
         self.tokens[request_id] = []
         return length
 
-    def step(self) -> None:
-        """Take one step, and note what came of an earlier one."""
-        outputs, _ = self.core.step_fn()
-        for output in outputs[0].outputs if outputs and 0 in outputs else []:
+    def step(self) -> list[Any]:
+        """Take one step, and note what came of an earlier one; returns vLLM-Omni's outputs of that."""
+        made, _ = self.core.step_fn()
+        outputs: list[Any] = made[0].outputs if made and 0 in made else []
+        for output in outputs:
             self.tokens[output.request_id] += output.new_token_ids
+        return outputs
+
+    @property
+    def working(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)
 
     def run(self) -> dict[str, list[int]]:
         """Step until every request has ended; returns ``tokens``."""
-        while self.core.scheduler.has_unfinished_requests() or self.core.batch_queue:
+        while self.working:
             self.step()
         return self.tokens
 

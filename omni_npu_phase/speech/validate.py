@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from omni_npu_phase import __version__
 from omni_npu_phase.emulated_ascend import engine as emulated_engine
 from omni_npu_phase.settings import MODE_VARIABLE, chosen_mode, version_of
-from omni_npu_phase.speech import checkpoint, engine, output, tiny_qwen3_tts
+from omni_npu_phase.speech import checkpoint, engine, output, preempt, tiny_qwen3_tts
 from omni_npu_phase.speech.checkpoint import Checkpoint
 from omni_npu_phase.speech.engine import BATCH_INVARIANT_VARIABLE, PLUGINS_VARIABLE, Device, EngineRun, EngineSpec
 from omni_npu_phase.speech.observe import Request
@@ -58,7 +58,8 @@ class Options:
 
     ``speaker`` and ``language`` None take the checkpoint's first, and English where it has it. ``budget``: tokens a
     step of the chunked engine; None finds one for each prompt. ``max_tokens``: of each prompt, one more than its
-    frames. ``beside``: among how many others each text is spoken once more, or 0. ``timeout``: seconds for each
+    frames. ``beside``: among how many others each text is spoken once more, or 0. ``kv_blocks``: of the engines with
+    too few, for :func:`validate_preempted`. ``timeout``: seconds for each
     engine's imports, its start, and each prompt.
     """
 
@@ -72,6 +73,7 @@ class Options:
     max_tokens: int = MAX_TOKENS
     beside: int = 0
     timeout: float = engine.TIMEOUT
+    kv_blocks: int | None = None
 
 
 def validate(
@@ -139,6 +141,33 @@ def validate(
         return output.write(report, options.output)
     except OSError as error:
         raise _no_output(options, error) from error
+
+
+def validate_preempted(options: Options, advance: Callable[[str], None] = lambda _: None) -> preempt.Report:
+    """Speak the texts at once with enough KV blocks and with too few, and write the report into ``options.output``.
+
+    Raises as :func:`validate` does.
+    """
+    try:
+        output.prepare(options.output)
+    except (OSError, ValueError) as error:
+        raise _no_output(options, error) from error
+    if options.device not in engine.ON_HOST:
+        raise BadInputError(f"--preempt: engines with few KV blocks are made on cpu and emulated, not {options.device}")
+    _check_numbers(options)
+    _check_environment(options.device)
+    model, known = _model(options, advance)
+    texts = preempt.TEXTS if options.texts == TEXTS else options.texts
+    prompts = tuple(_prompts(replace(options, texts=texts), known))
+    spec = preempt.Spec(
+        str(model), options.device, prompts, options.budget or preempt.BUDGET, options.max_tokens, options.kv_blocks
+    )
+    report = preempt.compare(spec, _runtime(options, model), options.timeout, advance)
+    try:
+        preempt.write(report, options.output)
+    except OSError as error:
+        raise _no_output(options, error) from error
+    return report
 
 
 def _no_output(options: Options, error: Exception) -> BadInputError:
