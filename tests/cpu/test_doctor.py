@@ -193,6 +193,8 @@ def test_when_the_plugin_does_not_act(
 ) -> None:
     assert _json()[1]["plugin"]["acts"]
     monkeypatch.setenv(variable, value)
+    for runner in here["runners"]:
+        runner["released"] = []
     report = _json()[1]
     plugin = report["plugin"]
     assert (plugin["acts"], plugin["reason"]) == (False, f"does not act: {reason}")
