@@ -17,12 +17,12 @@ import torch
 import omni_npu_phase
 from omni_npu_phase import ContractError, contract
 from omni_npu_phase.bench.steps import Case, Steps, engineless
-from omni_npu_phase.conformance import bench
+from omni_npu_phase.conformance import bench, scenarios
 from omni_npu_phase.conformance.bench import Bench
 from omni_npu_phase.conformance.drive import Drive, run_scenario
 from omni_npu_phase.conformance.judge import judge
-from omni_npu_phase.conformance.recording_model import MARK, RecordingModel
-from omni_npu_phase.conformance.scenarios import BY_ID, Scenario, Variant
+from omni_npu_phase.conformance.recording_model import HIDDEN, MARK, RecordingModel, prompt_embedding
+from omni_npu_phase.conformance.scenarios import BY_ID, Behaviour, Scenario, Setting, Variant
 from omni_npu_phase.settings import MODE_VARIABLE
 from omni_npu_phase.step import v1 as mixin
 from omni_npu_phase.step.mtp import mtp_inputs
@@ -554,6 +554,28 @@ def test_prompt_embeds_that_are_too_short(mixed: type, monkeypatch: pytest.Monke
     run = _run(mixed, "prompt-embeds")
     assert isinstance(run.error, ContractError)
     assert (run.error.clause, run.error.requests) == ("E1", ("a",))
+
+
+@pytest.mark.parametrize(
+    ("span", "sent", "multimodal", "last"),
+    [(8, False, False, 0), (8, True, False, 0), (5, True, False, "sent"), (8, False, True, "embedded")],
+)
+def test_a_row_without_embeddings_is_not_an_older_step_s(
+    span: int, sent: bool, multimodal: bool, last: object, mixed: type
+) -> None:
+    """P5 C0, one row too few: what the step itself put there stays, and only what is left of an older one goes."""
+    scenario = Scenario(
+        "short", "", (), ((scenarios.row("a", 5, 0, span),),), behaviour=Behaviour(fault="short"),
+        setting=Setting(prompt_embeds=frozenset({"a"} if sent else ()), multimodal=multimodal),
+    )  # fmt: skip
+    run = run_scenario(mixed, scenario, Variant("scalar", False), torch.device("cpu"))
+    assert run.error is None
+    (left,) = run.steps
+    values = {"sent": prompt_embedding(run.indices["a"], 4), "embedded": [3.0] * HIDDEN, 0: [0.0] * HIDDEN}
+    assert left.embeds is not None
+    assert left.embeds[span - 1] == values[last]
+    (said,) = run.warnings
+    assert f"expected {span} embedding rows, got {span - 1}, and behind them what the runner has" in said
 
 
 def test_a_request_of_unknown_length(mixed: type, monkeypatch: pytest.MonkeyPatch) -> None:
