@@ -228,7 +228,9 @@ def _advice(report: Report) -> Iterator[str]:
         yield f"install a pair that belongs together: {report.pair['reason']}"
     if report.plugin["set"]:
         yield f"set {report.plugin['set']}, so that the plugin is loaded"
-    if report.error:
+    if report.error and report.installed["vllm-omni"] is None:
+        yield "run doctor in the environment that serves: vLLM-Omni is not installed in this one"
+    elif report.error:
         yield "make vLLM-Omni importable; until its runner can be judged, nothing is known to be safe"
     for runner in report.runners:
         if runner["judged_on"] is None:
