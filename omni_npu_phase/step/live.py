@@ -127,8 +127,10 @@ class LiveBuffers:
                 if not isinstance(value, dict):
                     self._place(info, key, value, False)
                     continue
-                # Where there is nothing to merge, anything may stand in the group's place.
-                group = self._group(request_id, info, key) if value else info.setdefault(key, {})
+                group = info.get(key)
+                if type(group) is not dict:
+                    # Where there is nothing to merge, anything may stand in the group's place.
+                    group = self._group(request_id, info, key) if value else info.setdefault(key, {})
                 for name, inner in value.items():
                     if type(inner) in _PLAIN:
                         group[name] = inner
