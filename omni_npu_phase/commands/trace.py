@@ -226,9 +226,10 @@ def _row_table(trace: Trace, rows: Sequence[tuple[Step, Row]]) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    marks = [name for name, there in (("crosses", row.crosses), ("replay", row.replay)) if there]
+    given = f"given {row.given}" if row.given else ""
+    marks = [name for name, there in (("crosses", row.crosses), ("replay", row.replay), (given, row.given)) if there]
     hook = (row.hook or "") + ("" if row.call is None else f" {row.call}")
-    right = row.told == list(row.lengths.fields.values())
+    right = row.told == list((row.new or row).lengths.fields.values())
     told = "" if row.told is None else "right" if right else json.dumps(row.told)
     lengths = [str(value) for value in (row.prompt_len, row.num_computed, row.span)]
     return [row.request, *lengths, row.phase, " ".join(marks), hook, "" if row.mtp is None else str(row.mtp), told]

@@ -111,10 +111,12 @@ class _Judge:
                 yield "R1", None, "a hook or MTP was called for a model without hooks" if used else ""
             else:
                 yield from self._progress(step, rows)
-                yield from self._fields(rows)
-                yield from self._hooks(step, rows)
+                # Of a row with something given back, hooks and MTP see the new part (X1, X2).
+                new = [part for row in rows if (part := row.new) is not None]
+                yield from self._fields(new)
+                yield from self._hooks(step, new)
                 if self._header.mtp:
-                    yield from self._mtp(step, rows)
+                    yield from self._mtp(step, new)
         self._earlier.update({row.request: _Earlier(step.number, row) for row in rows})
 
     def _progress(self, step: Step, rows: Sequence[Row]) -> Iterator[_Finding]:

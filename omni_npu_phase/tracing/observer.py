@@ -136,6 +136,7 @@ class _Observer(ABC):
                 self.step = None
                 plan = self._plan()
                 step.plan = plan if plan is not before else None
+                step.given = self._given()
                 recorder.add(step)
 
         return call
@@ -221,6 +222,12 @@ class _Observer(ABC):
         """The plan that the mixin keeps on its runner: of the last step, until the next one has its own."""
         phase = known_phase(self.runner)
         return phase.plan if phase is not None else None
+
+    def _given(self) -> dict[str, int]:
+        """What exact replay gave back in the step."""
+        phase = known_phase(self.runner)
+        replay = getattr(phase.tools, "replay", None) if phase is not None else None
+        return {} if replay is None else {request: given.count for request, given in replay.given.items()}
 
     def _plans(self) -> bool:
         phase = known_phase(self.runner)

@@ -60,6 +60,8 @@ class Observed:
     """MTP calls in order: request ids, and their offsets."""
     filled: Sequence[Any] = ()
     """Requests whose rows ``preprocess_batch`` filled itself."""
+    given: Mapping[str, int] = field(default_factory=dict)
+    """How many leading tokens of requests exact replay gave back."""
     plan: StepPlan | None = None
     ended: int = 0
     error: str | None = None
@@ -212,7 +214,8 @@ def described(step: Observed, *, infer_scalar: bool) -> dict[str, Any]:
             by_request[request].hook = schema.FILLED
     if infer_scalar and step.error is None:
         for row in rows:
-            if row.hook is None and not row.request.startswith(v2.WARMUP):
+            given = row.given and row.given == row.span
+            if row.hook is None and not given and not row.request.startswith(v2.WARMUP):
                 row.hook = schema.SCALAR
     for position, (request, at) in enumerate(_mtp_entries(step)):
         row = by_request.get(request)
@@ -227,6 +230,8 @@ def described(step: Observed, *, infer_scalar: bool) -> dict[str, Any]:
         "buffer": step.buffer_rows,
         "rows": [row.as_json() for row in rows],
     }
+    if step.given:
+        document["given"] = dict(step.given)
     if strays:
         document["strays"] = strays
     if step.error is not None:
@@ -257,6 +262,7 @@ def _rows(step: Observed) -> list[schema.Row]:
             phase=lengths.phase,
             crosses=lengths.crosses,
             replay=lengths.replays(known),
+            given=step.given.get(request, 0),
         )
         if step.plan is not None and request in told:
             fields: dict[str, Any] = {}

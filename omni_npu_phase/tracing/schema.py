@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,24 @@ class Row:
     """The offset that MTP was given for it."""
     told: list[Any] | None = None
     """The three fields as the hook got them: None for one that was missing, ``"<type>"`` for one of another type."""
+    given: int = 0
+    """Leading tokens that exact replay gave back, which stand beside the rows in the file."""
+
+    @property
+    def new(self) -> Row | None:
+        """The row of its new part, which hooks and MTP see; None where there is none."""
+        if self.given and self.given == self.span:
+            return None
+        lengths = contract.Row(self.prompt_len, self.num_computed + self.given, self.span - self.given)
+        return replace(
+            self,
+            num_computed=lengths.num_computed,
+            span=lengths.span,
+            at=self.at + self.given,
+            phase=lengths.phase,
+            crosses=lengths.crosses,
+            given=0,
+        )
 
     def as_json(self) -> list[Any]:
         return [getattr(self, name) for name in _ROW_FIELDS]
@@ -76,10 +94,10 @@ class Row:
     @property
     def named(self) -> dict[str, Any]:
         """The row's values under their names in the file."""
-        return dict(zip(COLUMNS, self.as_json(), strict=True))
+        return {**dict(zip(COLUMNS, self.as_json(), strict=True)), **({"given": self.given} if self.given else {})}
 
 
-_ROW_FIELDS = tuple(each.name for each in fields(Row))
+_ROW_FIELDS = tuple(each.name for each in fields(Row) if each.name != "given")
 _INTEGER = (int,)
 _PLACE = (int, type(None))
 _KINDS: tuple[tuple[type, ...], ...] = (
@@ -234,12 +252,19 @@ def _step(path: Path, number: int, line: bytes) -> Step:
             time=_value("time", raw["time"], _INTEGER),
             took=_value("took", raw["took"], _INTEGER),
             buffer=_value("buffer", raw["buffer"], _INTEGER),
-            rows=[_row(values) for values in raw["rows"]],
+            rows=_rows(raw["rows"], raw.get("given", {})),
             strays=[_stray(values) for values in raw.get("strays", ())],
             error=_value("error", raw.get("error"), (str, type(None))),
         )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise TraceError(f"{path}, line {number}: no step of a trace ({type(error).__name__}: {error})") from error
+
+
+def _rows(values: Any, given: Any) -> list[Row]:
+    rows = [_row(each) for each in values]
+    for row in rows if given else ():
+        row.given = _value("given", given.get(row.request, 0), _INTEGER)
+    return rows
 
 
 def _row(values: Any) -> Row:

@@ -29,7 +29,7 @@ from omni_npu_phase.commands.app import app
 from omni_npu_phase.conformance import verify
 from omni_npu_phase.conformance.bench import Bench, StateBench, scenario_bench, single_stage
 from omni_npu_phase.conformance.drive import Recording, run_scenario
-from omni_npu_phase.conformance.scenarios import BY_ID, MTP, SCENARIOS, Hook, Scenario, Variant, row
+from omni_npu_phase.conformance.scenarios import BY_ID, MTP, Hook, Scenario, Variant, row
 from omni_npu_phase.settings import TRACE_VARIABLE
 from omni_npu_phase.step import v1 as mixin
 from omni_npu_phase.step.mtp import device_side
@@ -105,7 +105,7 @@ def _leaves_mtp_out(scenario: Scenario) -> bool:
 def test_a_trace_says_what_rows_show(name: str, tmp_path: Path) -> None:
     """In every scenario, each row's lengths, phase and place in MTP are those that the scenario is written with."""
     runner = verify.classes_for("mixin", verify.load_runner(name))
-    for scenario in SCENARIOS:
+    for scenario in BY_ID.values():
         cls = runner.of(scenario)
         if cls is None:
             continue
@@ -115,7 +115,7 @@ def test_a_trace_says_what_rows_show(name: str, tmp_path: Path) -> None:
         assert len(steps) == len(result.run.steps)
         for found, recorded in zip(steps, result.run.steps, strict=True):
             for got, wanted in zip(found.rows, recorded.rows, strict=True):
-                assert (got.request, got.num_computed) == (wanted.request, wanted.num_computed)
+                assert (got.request, got.num_computed, got.given) == (wanted.request, wanted.num_computed, wanted.kept)
                 assert got.span == scenario.setting.claimed_spans.get(wanted.request, wanted.span)
                 if got.span == wanted.span and wanted.num_computed >= 0:
                     assert (got.prompt_len, got.phase) == (wanted.prompt_len, wanted.phase)
@@ -123,6 +123,19 @@ def test_a_trace_says_what_rows_show(name: str, tmp_path: Path) -> None:
                     assert got.seen_by_mtp is (wanted.shows == MTP), (scenario.id, str(got))
         assert (steps[-1].error is None) is (result.run.error is None)
         assert result.check.findings == [] or _leaves_mtp_out(scenario), scenario.id
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_given_rows_are_marked(hooks: bool, mixed: type, tmp_path: Path) -> None:
+    """Of a row with something given back, hooks and MTP are those of its new part; a whole one has none."""
+    traced = _traced(tmp_path, mixed, "given-back-seeded", "scalar", hooks=hooks)
+    assert traced.check.findings == []
+    whole, part = (next(row for row in step.rows if row.given) for step in list(traced.trace.steps())[4:6])
+    assert (whole.given, whole.hook, whole.mtp, whole.told) == (4, None, None, None)
+    assert (part.given, part.hook, part.mtp, part.told) == (2, "scalar", 0, [3, 6, False])
+    shown = _cli("show", traced.trace.path).output
+    assert "given 4" in shown.replace("\n", " ")
+    assert json.loads(_cli("show", traced.trace.path, "--format", "json").stdout)["rows"][-4]["given"] == 2
 
 
 @pytest.mark.parametrize("hook", ["scalar", "batched"])
