@@ -432,7 +432,7 @@ def test_help_and_rules_teach() -> None:
         "--rules",
         "--format",
         "omni-phase: ignore[rule] reason",
-        "one-token tail",
+        "unknown means that lint cannot tell",
     ):
         assert words in text
     listed = "".join(_lint("--rules").stdout.split())
