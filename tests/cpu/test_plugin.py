@@ -425,9 +425,9 @@ def child(queue):
             (called,) = [called for called in build.__code__.co_names if called.endswith("ModelRunner")]
             runner = build.__globals__[called]
         asks = cloudpickle.loads(pathlib.Path(__file__).with_name("question").read_bytes())
-        source = inspect.getsource(runner).partition("(")[0]
-        itself = pickle.loads(pickle.dumps(runner)) is runner
-        queue.put([kind, asks(runner), source.replace(" ", ":"), str(itself), *(cls.__name__ for cls in runner.__mro__)])
+        source = inspect.getsource(runner).partition("(")[0].replace(" ", ":")
+        itself = str(pickle.loads(pickle.dumps(runner)) is runner)
+        queue.put([kind, asks(runner), source, itself, *(cls.__name__ for cls in runner.__mro__)])
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
