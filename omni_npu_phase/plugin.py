@@ -135,7 +135,13 @@ def _is_to_have_it(cls: type, family: Family) -> bool:
     return True
 
 
-def _give(cls: type, family: Family) -> None:
+def give(cls: type, family: Family = V1) -> None:
+    """Make the mixin a base of a class, unless that has it or OMNI_NPU_PHASE is ``off``; uninstall() takes it back.
+
+    Raises :class:`~omni_npu_phase.releases.UnsupportedRuntimeError` for a class that is refused, and changes nothing.
+    """
+    if not _is_to_have_it(cls, family):
+        return
     own = {name: vars(cls)[name] for name in _answered(pkgutil.resolve_name(family.mixin)) if name in vars(cls)}
     for name, method in own.items():
         if "__class__" in inspect.unwrap(method).__code__.co_freevars:
@@ -205,8 +211,7 @@ def _give_to(modules: Container[str]) -> None:
         cls = vars(owner).get(name)
         with _refusals_logged():
             if isinstance(cls, type):
-                if _is_to_have_it(cls, place.family):
-                    _give(cls, place.family)
+                give(cls, place.family)
                 if place.defines and trace_folder() is not None:
                     observer.watch_instances(cls)
             elif place.defines:
