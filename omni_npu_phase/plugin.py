@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation: the vLLM plugin that puts the mixins before the classes vLLM-Omni's workers build.
+"""Activation: the vLLM plugin that gives the mixins to the classes vLLM-Omni's workers build.
 
 vLLM calls :func:`install` in every process, before it imports a worker (entry-point group ``vllm.general_plugins``).
-Nothing heavy is imported then: a class is replaced when its module is imported, or at once if it already was.
+Nothing heavy is imported then: a class gets its mixin when its module is imported, or at once if it already was.
+
+A released class stays the object it is, under its own name: the mixin becomes a base of it, before those it has. So
+whoever imported, derived from, patched or pickled the class has the one that workers build. ``super()`` in the mixin
+must reach what the class itself defines under the mixin's names, and that moves to a class behind the mixin.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import inspect
 import logging
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -30,14 +35,16 @@ logger = logging.getLogger("vllm.omni_npu_phase")
 
 _RELEASED_PACKAGES = ("vllm", "vllm_omni", "vllm_ascend", "omni_npu_phase")
 _MODULES = frozenset(place.module for place in PLACES)
+_given: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
+"""Classes that were given the mixin, each with its released bases and with what moved behind the mixin."""
 _made: dict[type, type] = {}
-"""Released classes and the same with the mixin."""
+"""Classes that a platform named, and the same with the mixin."""
 _said: set[str] = set()
 """Refusals in the log: a class has several names."""
 
 
 def install() -> None:
-    """Put the mixins before the classes that workers build, now and in modules imported later. May be called again.
+    """Give the mixins to the classes that workers build, now and in modules imported later. May be called again.
 
     OMNI_NPU_PHASE=off installs nothing, and takes back what was installed. A class that is refused stays as it is and
     is named in a warning; with ``strict`` that is an error. Raises ValueError for another value of OMNI_NPU_PHASE, and
@@ -58,46 +65,33 @@ def install() -> None:
         _check_installed(list(spec.submodule_search_locations or ()))
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)
-    for name in _MODULES & set(sys.modules):
-        _replace_in(sys.modules[name])
+    _give_to(_MODULES & set(sys.modules))
 
 
 def uninstall() -> None:
-    """Put the released classes back wherever they are named.
-
-    Runners that exist, and classes derived meanwhile, keep the mixin.
-    """
+    """Make the released classes again what they were. So are their runners then, and what is derived from them."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     observer.unwatch_instances()
-    released = {made: cls for cls, made in _made.items()}
-    for place in PLACES:
-        if place.module in sys.modules:
-            owner, name = _owner(sys.modules[place.module], place.name)
-            current = vars(owner).get(name)
-            if current in released:
-                setattr(owner, name, released[current])
+    while _given:
+        cls, (bases, own) = _given.popitem()
+        cls.__bases__ = bases
+        for name, value in own.items():
+            if name not in vars(cls):
+                setattr(cls, name, value)
 
 
 def phase_runner(cls: type, family: Family = V1) -> type:
     """The class with the phase contract, for a platform that names its runners itself; made once per class.
 
     Returns ``cls`` where it has the mixin, where OMNI_NPU_PHASE is ``off``, and where it is refused, which is logged,
-    or with ``strict`` raised as :class:`~omni_npu_phase.releases.UnsupportedRuntimeError`.
+    or with ``strict`` raised as :class:`~omni_npu_phase.releases.UnsupportedRuntimeError`. The new class is called
+    ``Phase`` and the name of ``cls``: give it that name in the module of ``cls``, where pickle looks for it.
     """
-    if chosen_mode() == "off":
-        return cls
     with _refusals_logged():
-        mixin = pkgutil.resolve_name(family.mixin)
-        if issubclass(cls, mixin):
-            return cls
-        if cls not in _made:
-            runtime = pkgutil.resolve_name(family.check)(cls.__mro__)
-            _refuse_overrides(cls, mixin, family)
-            _made[cls] = _make(cls, mixin, family)
-            place = f"{mixin.__name__} is before {_path(cls)}, known as {runtime.name}"
-            logger.info("omni-npu-phase %s (%s): %s", __version__, chosen_mode(), place)
-    return _made.get(cls, cls)
+        if cls not in _made and _is_to_have_it(cls, family):
+            _made[cls] = _phased(cls, family, cls.__mro__)
+    return cls if chosen_mode() == "off" else _made.get(cls, cls)
 
 
 @contextmanager
@@ -126,24 +120,68 @@ def _check_installed(folders: Sequence[str]) -> None:
     )
 
 
-def _make(cls: type, mixin: type, family: Family) -> type:
-    class Phased(mixin, cls):  # type: ignore[misc]
+def _is_to_have_it(cls: type, family: Family) -> bool:
+    """Whether a class gets the mixin now, which is logged. Raises UnsupportedRuntimeError for one that must not."""
+    mixin = pkgutil.resolve_name(family.mixin)
+    if chosen_mode() == "off":
+        return False
+    has_it = issubclass(cls, mixin)
+    runtime = None if has_it else pkgutil.resolve_name(family.check)(cls.__mro__)
+    _refuse_overrides(cls, mixin, family)
+    if runtime is None:
+        return False
+    place = f"{mixin.__name__} is before {_path(cls)}, known as {runtime.name}"
+    logger.info("omni-npu-phase %s (%s): %s", __version__, chosen_mode(), place)
+    return True
+
+
+def give(cls: type, family: Family = V1) -> None:
+    """Make the mixin a base of a class, unless that has it or OMNI_NPU_PHASE is ``off``; uninstall() takes it back.
+
+    Raises :class:`~omni_npu_phase.releases.UnsupportedRuntimeError` for a class that is refused, and changes nothing.
+    """
+    if not _is_to_have_it(cls, family):
+        return
+    own = {name: vars(cls)[name] for name in _answered(pkgutil.resolve_name(family.mixin)) if name in vars(cls)}
+    for name, method in own.items():
+        if "__class__" in inspect.unwrap(method).__code__.co_freevars:
+            raise UnsupportedRuntimeError(f"{_path(cls)}.{name} calls super(), and so cannot move behind the mixin")
+    bases, released = cls.__bases__, cls.__mro__
+    behind = type(cls)(cls.__name__, bases, {**own, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    cls.__bases__ = (_phased(behind, family, released),)
+    _given[cls] = (bases, own)
+    for name in own:
+        delattr(cls, name)
+
+
+def _phased(cls: type, family: Family, released: tuple[type, ...]) -> type:
+    """A class with the mixin before ``cls``, which looks at what is derived from it."""
+    mixin = pkgutil.resolve_name(family.mixin)
+
+    # The mixin comes first nonetheless; Python compares the layout of new bases with that of old ones by the first.
+    class Phased(cls, mixin):  # type: ignore[misc, valid-type]
+        _omni_npu_phase_released = released
+
         def __init_subclass__(cls, **keywords: Any) -> None:
             super().__init_subclass__(**keywords)
             with _refusals_logged():
                 _refuse_overrides(cls, mixin, family)
 
     Phased.__name__ = Phased.__qualname__ = f"Phase{cls.__name__}"
-    Phased.__doc__ = f"{cls.__name__} with the phase contract."
+    Phased.__module__, Phased.__doc__ = cls.__module__, f"{cls.__name__} with the phase contract."
     return Phased
+
+
+def _answered(mixin: type) -> list[str]:
+    """The methods of released classes that a mixin has too."""
+    return [name for name, value in vars(mixin).items() if callable(value) and not name.startswith("__")]
 
 
 def _refuse_overrides(cls: type, mixin: type, family: Family) -> None:
     """Refuse a class in which a third party's subclass, or patch, answers for what the mixin does."""
-    answered = [name for name, value in vars(mixin).items() if callable(value) and not name.startswith("__")]
     overrides = [
         name
-        for name in (*answered, *family.bypassed)
+        for name in (*_answered(mixin), *family.bypassed)
         if any(package not in _RELEASED_PACKAGES for package in _packages_behind(getattr(cls, name, None)))
     ]
     if overrides:
@@ -164,20 +202,19 @@ def _packages_behind(method: Any) -> Iterator[str]:
         method = getattr(method, "__wrapped__", None)
 
 
-def _replace_in(module: ModuleType) -> None:
+def _give_to(modules: Container[str]) -> None:
+    # In the order of places: a class that is derived from another has the mixin from that one.
     for place in PLACES:
-        if place.module != module.__name__:
+        if place.module not in modules:
             continue
-        owner, name = _owner(module, place.name)
-        current = vars(owner).get(name)
-        if isinstance(current, type):
-            if place.defines and trace_folder() is not None:
-                observer.watch_instances(current)
-            replacement = phase_runner(current, place.family)
-            if replacement is not current:
-                setattr(owner, name, replacement)
-        elif place.defines:
-            with _refusals_logged():
+        owner, name = _owner(sys.modules[place.module], place.name)
+        cls = vars(owner).get(name)
+        with _refusals_logged():
+            if isinstance(cls, type):
+                give(cls, place.family)
+                if place.defines and trace_folder() is not None:
+                    observer.watch_instances(cls)
+            elif place.defines:
                 raise UnsupportedRuntimeError(f"{place.module} has no class {place.name}")
 
 
@@ -195,7 +232,7 @@ def _path(cls: type) -> str:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Replaces classes in a module right after it was imported, whoever else finds it."""
+    """Gives classes in a module their mixin right after it was imported, whoever else finds it."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in _MODULES:
@@ -205,12 +242,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find_spec(fullname, path, target) if find_spec is not None else None
             if spec is not None and spec.loader is not None:
-                spec.loader = _ReplacingLoader(spec.loader)
+                spec.loader = _GivingLoader(spec.loader)
                 return spec
         return None
 
 
-class _ReplacingLoader(importlib.abc.Loader):
+class _GivingLoader(importlib.abc.Loader):
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
@@ -224,7 +261,7 @@ class _ReplacingLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _replace_in(module)
+        _give_to({module.__name__})
 
 
 _FINDER = _AfterImport()

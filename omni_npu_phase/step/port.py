@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,11 +55,35 @@ def known_phase(owner: Any) -> Phase | None:
     return owner.__dict__.get(_KEPT)  # type: ignore[no-any-return]
 
 
-class PhaseMixin:
+class _Before(ABCMeta):
+    """The class of the mixins, and of what lists one: a mixin comes first, but not before a class that has it too.
+
+    So ``class Runner(PhaseRoutingMixin, GPUARModelRunner)`` can be made where the plugin gave the released class the
+    mixin, and stays right when the plugin does that later.
+    """
+
+    # ABCMeta remembers its answers, and the plugin changes them.
+    __instancecheck__ = type.__instancecheck__
+    __subclasscheck__ = type.__subclasscheck__
+
+    def mro(cls) -> list[type]:
+        if len(cls.__bases__) == 1:
+            return super().mro()
+        bases = [base for base in cls.__bases__ if not any(base in other.__mro__[1:] for other in cls.__bases__)]
+        bases.sort(key=lambda base: PhaseMixin not in base.__bases__)
+        if tuple(bases) == cls.__bases__:
+            return super().mro()
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        return [cls, *type(cls.__name__, tuple(bases), names).__mro__[1:]]
+
+
+class PhaseMixin(metaclass=_Before):
     """What both mixins are: classes with a mode, listed before a released class."""
 
     phase_mode: Mode | None = None
     phase_replay: Literal["exact", "off"] | None = None
+    _omni_npu_phase_released: tuple[type, ...] | None = None
+    """The released classes where the plugin gave them the mixin."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -70,6 +94,9 @@ class PhaseMixin:
 
 def released_classes(cls: type) -> tuple[type, ...]:
     """The classes behind the mixin in method resolution order; all of them where there is no mixin."""
+    known: tuple[type, ...] | None = getattr(cls, "_omni_npu_phase_released", None)
+    if known is not None:
+        return known
     mro = cls.__mro__
     return mro[mro.index(PhaseMixin) + 1 :] if PhaseMixin in mro else mro
 

@@ -177,7 +177,9 @@ class _Tools:
 
     def __init__(self, runner: Any, phase: Phase) -> None:
         self.runtime = runtime_of(released_classes(type(runner)))
-        device = torch.device(runner.device)
+        # Released methods take the device of these buffers, and runners are driven without one of their own.
+        buffer = getattr(runner, "inputs_embeds", getattr(runner, "talker_mtp_inputs_embeds", None))
+        device = torch.device(runner.device) if buffer is None else device_side(buffer).device
         helper = phase.helper(device)
         self.live = LiveBuffers(runner, helper)
         self.replay = Replay(runner, device, replay_bytes()) if replays_exactly(runner.phase_replay) else None

@@ -6,15 +6,20 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import typing
+from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -22,6 +27,7 @@ from omni_npu_phase import PhaseRoutingMixin, plugin, workers
 from omni_npu_phase.releases import UnsupportedRuntimeError
 from omni_npu_phase.releases.places import PLACES, V1
 from omni_npu_phase.settings import PLATFORM_VARIABLE
+from omni_npu_phase.step.port import PhaseMixin
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("ar", "generation")
@@ -71,68 +77,138 @@ def _names(kind: str) -> dict[str, type]:
     }
 
 
-def _is_before(mixin: type, released: type, made: type) -> bool:
-    """Whether ``made`` is the mixin, with its own bases, and then the released class."""
-    expected = (*mixin.__mro__[:-1], released)
-    return made.__mro__[1 : 1 + len(expected)] == expected
+def _is_before(mixin: type, released: tuple[type, ...], cls: type) -> bool:
+    """Whether a class has the mixin, with its own bases, right before released classes."""
+    mro = list(cls.__mro__)
+    before = [base for base in mixin.__mro__ if base is not object]
+    start = mro.index(mixin)
+    return mro[start : start + len(before)] == before and tuple(mro[-len(released) :]) == released
 
 
 @pytest.mark.usefixtures("taken_back")
 @pytest.mark.parametrize("kind", KINDS)
 def test_installed_and_taken_back(kind: str) -> None:
-    released = _names(kind)
-    assert len(set(released.values())) == 1
+    names = _names(kind)
+    (cls,) = set(names.values())
+    released = cls.__mro__
     plugin.install()
-    phased = _names(kind)
-    assert len(set(phased.values())) == 1
-    assert _is_before(PhaseRoutingMixin, released["global"], phased["global"])
+    assert _names(kind) == names
+    assert _is_before(PhaseRoutingMixin, released[1:], cls)
+    phased = cls.__mro__
 
     plugin.install()
-    assert _names(kind) == phased
+    assert cls.__mro__ == phased
     assert sum(finder is plugin._FINDER for finder in sys.meta_path) == 1
 
     plugin.uninstall()
-    assert _names(kind) == released
+    assert cls.__mro__ == released
     assert plugin._FINDER not in sys.meta_path
     plugin.uninstall()
-    assert _names(kind) == released
+    assert cls.__mro__ == released
 
 
 @pytest.mark.usefixtures("taken_back")
 def test_model_runner_v2() -> None:
-    from vllm_omni.worker_v2.model_states import omni_model_state
+    """What the released state itself defines under the mixin's names is behind the mixin then."""
+    from vllm_omni.worker_v2.model_states.omni_model_state import OmniModelState
 
     from omni_npu_phase.step.v2 import PhaseStateMixin
 
-    released = omni_model_state.OmniModelState
+    mro, run = OmniModelState.__mro__, OmniModelState.run_preprocess
     plugin.install()
-    assert _is_before(PhaseStateMixin, released, omni_model_state.OmniModelState)
+    assert _is_before(PhaseStateMixin, mro[1:], OmniModelState)
+    assert OmniModelState.run_preprocess is PhaseStateMixin.run_preprocess
+    assert super(PhaseMixin, OmniModelState).run_preprocess is run
     plugin.uninstall()
-    assert omni_model_state.OmniModelState is released
+    assert OmniModelState.__mro__ == mro
+    assert vars(OmniModelState)["run_preprocess"] is run
+
+
+class TestIdentity:
+    """The class that workers build is the released one, whoever asks it who it is, and whenever he got it."""
+
+    @pytest.fixture
+    def early(self, released: type) -> type:
+        return type("Early", (released,), {})
+
+    @pytest.fixture
+    def given(self, released: type, early: type) -> Iterator[type]:
+        plugin.install()
+        yield released
+        plugin.uninstall()
+
+    def test_its_names_source_and_pickles_are_its_own(self, given: type, early: type) -> None:
+        assert issubclass(given, PhaseRoutingMixin)
+        assert repr(given) == "<class 'vllm_omni.worker.gpu_ar_model_runner.GPUARModelRunner'>"
+        assert inspect.getsource(given).startswith("class GPUARModelRunner(")
+        assert pickle.loads(pickle.dumps(given)) is given
+        # A function sent by collective_rpc names the class, and does not carry one.
+        asks = cloudpickle.loads(cloudpickle.dumps(lambda cls: issubclass(cls, given)))
+        assert asks(given)
+        assert asks(early)
+        assert typing.get_type_hints(given)
+
+    def test_what_was_derived_before_has_the_mixin(self, given: type, early: type) -> None:
+        assert issubclass(early, PhaseRoutingMixin)
+        assert plugin.phase_runner(early) is early
+        plugin.uninstall()
+        assert not issubclass(early, PhaseRoutingMixin)
+
+    def test_a_patch_of_the_class_is_called_whenever_it_comes(
+        self, released: type, given: type, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(released, "_preprocess", lambda self: "patched")
+        assert given._preprocess(None) == "patched"  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("bases", ["before", "after", "with an ABC"])
+    def test_the_mixin_may_be_listed_before_it(self, bases: str, released: type) -> None:
+        """By hand, as the README says, made before or after the plugin came."""
+        listed = (PhaseRoutingMixin, released, *((ABC,) if bases == "with an ABC" else ()))
+        if bases != "before":
+            plugin.install()
+        try:
+            cls = type("ByHand", listed, {})
+            plugin.install()
+            mro = cls.__mro__
+            assert mro.index(released) < mro.index(PhaseRoutingMixin) < mro.index(released.__mro__[-2])
+        finally:
+            plugin.uninstall()
+        assert cls.__mro__.index(PhaseRoutingMixin) < cls.__mro__.index(released)
+
+    def test_a_method_that_calls_super_does_not_move(self, released: type, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Calls(released):  # type: ignore[misc, valid-type]
+            def _preprocess(self, scheduler_output: Any, num_input_tokens: int, intermediate_tensors: Any) -> Any:
+                return super()._preprocess(scheduler_output, num_input_tokens, intermediate_tensors)
+
+        mro = Calls.__mro__
+        monkeypatch.setattr(plugin, "_RELEASED_PACKAGES", ("tests", *plugin._RELEASED_PACKAGES))
+        with pytest.raises(UnsupportedRuntimeError, match=r"Calls\._preprocess calls super"):
+            plugin.give(Calls)
+        assert Calls.__mro__ == mro
 
 
 @pytest.mark.usefixtures("taken_back")
 def test_off_and_odd_values(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    released = _names("ar")
+    (released,) = set(_names("ar").values())
     monkeypatch.setenv("OMNI_NPU_PHASE", "off")
     plugin.install()
-    assert _names("ar") == released
-    assert plugin.phase_runner(released["global"]) is released["global"]
+    assert not issubclass(released, PhaseRoutingMixin)
+    assert plugin.phase_runner(released) is released
     assert said == ["omni-npu-phase: OMNI_NPU_PHASE=off, nothing is replaced"]
     monkeypatch.setenv("OMNI_NPU_PHASE", "yes")
     with pytest.raises(ValueError, match="OMNI_NPU_PHASE take off, on or strict, not 'yes'"):
         plugin.install()
-    assert _names("ar") == released
+    assert not issubclass(released, PhaseRoutingMixin)
 
 
 @pytest.mark.usefixtures("taken_back")
 def test_off_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    released = _names("ar")
+    (cls,) = set(_names("ar").values())
     plugin.install()
-    assert _names("ar") != released
+    assert issubclass(cls, PhaseRoutingMixin)
     monkeypatch.setenv("OMNI_NPU_PHASE", "off")
     plugin.install()
-    assert _names("ar") == released
+    assert not issubclass(cls, PhaseRoutingMixin)
     assert plugin._FINDER not in sys.meta_path
 
 
@@ -146,13 +222,12 @@ def test_a_finder_of_the_old_form_is_passed_over(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "meta_path", [plugin._FINDER, Old(), *sys.meta_path])
     spec = plugin._FINDER.find_spec(module, importlib.import_module("vllm_omni.worker").__path__)
     assert spec is not None
-    assert isinstance(spec.loader, plugin._ReplacingLoader)
+    assert isinstance(spec.loader, plugin._GivingLoader)
 
 
 @pytest.mark.usefixtures("taken_back")
 def test_one_line_says_what_was_installed_where(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     _worker("ar")
-    monkeypatch.setattr(plugin, "_made", {})
     plugin.install()
     (line,) = [line for line in said if "GPUARModelRunner" in line]
     assert "(on): PhaseRoutingMixin is before vllm_omni.worker.gpu_ar_model_runner.GPUARModelRunner" in line
@@ -164,7 +239,8 @@ def test_a_platform_may_ask_for_its_own_class(released: type) -> None:
         pass
 
     phased = plugin.phase_runner(Derived)
-    assert _is_before(PhaseRoutingMixin, Derived, phased)
+    assert _is_before(PhaseRoutingMixin, Derived.__mro__, phased)
+    assert (phased.__module__, phased.__qualname__) == (__name__, "PhaseDerived")
     assert plugin.phase_runner(Derived) is phased
     assert plugin.phase_runner(phased) is phased
 
@@ -187,9 +263,10 @@ class TestForeign:
 
         monkeypatch.setattr(_worker("ar"), "GPUARModelRunner", Another)
         plugin.install()
-        assert _is_before(PhaseRoutingMixin, Another, _worker("ar").GPUARModelRunner)
-        plugin.uninstall()
+        assert issubclass(Another, PhaseRoutingMixin)
         assert _worker("ar").GPUARModelRunner is Another
+        plugin.uninstall()
+        assert not issubclass(Another, PhaseRoutingMixin)
 
     @pytest.mark.usefixtures("taken_back")
     def test_a_replaced_class_that_overrides_is_kept(
@@ -211,10 +288,9 @@ class TestForeign:
 
     @pytest.mark.usefixtures("taken_back")
     def test_a_patched_method_is_kept(self, released: type, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-        monkeypatch.setattr(plugin, "_made", {})
         monkeypatch.setattr(released, "_talker_mtp_forward", lambda self, ids, embeds, start_offsets=None: None)
         plugin.install()
-        assert _names("ar")["defined"] is released
+        assert not issubclass(released, PhaseRoutingMixin)
         assert any("GPUARModelRunner overrides _talker_mtp_forward" in line for line in said)
 
     @pytest.mark.usefixtures("taken_back")
@@ -234,14 +310,12 @@ class TestForeign:
         def patch(self: Any, *args: Any, **kwargs: Any) -> Any:
             return original(self, *args, **kwargs)
 
-        monkeypatch.setattr(plugin, "_made", {})
         monkeypatch.setattr(released, "_preprocess", patch)
         plugin.install()
-        assert _names("ar")["defined"] is released
+        assert not issubclass(released, PhaseRoutingMixin)
         assert any("GPUARModelRunner overrides _preprocess" in line for line in said)
 
     def test_torchs_own_decorators_are_no_patch(self, released: type, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(plugin, "_made", {})
         monkeypatch.setattr(released, "_preprocess", torch.inference_mode()(released._preprocess))  # type: ignore[attr-defined]
         assert issubclass(plugin.phase_runner(released), PhaseRoutingMixin)
 
@@ -314,7 +388,11 @@ SPAWNED = """
 import inspect
 import multiprocessing
 import os
+import pathlib
+import pickle
 import sys
+
+import cloudpickle
 
 def loads(**variables):
     from vllm import plugins
@@ -347,7 +425,10 @@ def child(queue):
         else:
             (called,) = [called for called in build.__code__.co_names if called.endswith("ModelRunner")]
             runner = build.__globals__[called]
-        queue.put([kind, *(cls.__name__ for cls in runner.__mro__)])
+        asks = cloudpickle.loads(pathlib.Path(__file__).with_name("question").read_bytes())
+        source = inspect.getsource(runner).partition("(")[0].replace(" ", ":")
+        itself = str(pickle.loads(pickle.dumps(runner)) is runner)
+        queue.put([kind, asks(runner), source, itself, *(cls.__name__ for cls in runner.__mro__)])
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
@@ -362,9 +443,15 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def spawned(python: Python, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What a worker's process answered: ``loads``, and the bases of each kind of worker's runner."""
+    """What a worker's process answered: ``loads``; of each kind of worker's runner which of the classes here it derives
+    from, as a callable from here finds, how its source begins, whether its pickle is itself, and its bases."""
     script = tmp_path_factory.mktemp("spawned") / "spawned.py"
     script.write_text(SPAWNED, encoding="utf-8")
+    own = {kind: _names(kind)["defined"] for kind in KINDS}
+    plugin.install()
+    question = cloudpickle.dumps(lambda runner: "+".join(kind for kind, cls in own.items() if issubclass(runner, cls)))
+    plugin.uninstall()
+    script.with_name("question").write_bytes(question)
     done = python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("child: ")]
@@ -375,6 +462,12 @@ def test_a_spawned_worker_builds_the_class_with_the_mixin(spawned: dict[str, lis
     """On whichever release is installed, or lies over it."""
     for kind in KINDS:
         assert spawned[kind].index("PhaseRoutingMixin") < spawned[kind].index("OmniGPUModelRunner"), kind
+
+
+def test_a_spawned_worker_knows_the_class_as_released(spawned: dict[str, list[str]]) -> None:
+    """Where a callable was sent to workers, and names a class that was imported before the plugin came."""
+    for kind, name in zip(KINDS, ("GPUARModelRunner", "GPUGenerationModelRunner"), strict=True):
+        assert spawned[kind][:4] == [kind, f"class:{name}", "True", name]
 
 
 def test_vllm_plugins_and_off_are_honoured(spawned: dict[str, list[str]]) -> None:
