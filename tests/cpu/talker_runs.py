@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE, TRACE_VARIABLE
+from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE, REPLAY_VARIABLE, TRACE_VARIABLE
 
 TEXTS = {"a": "Hello world", "b": "The rain has ended."}
 _SEEDED = {"seed": 5, "temperature": 0.9}
