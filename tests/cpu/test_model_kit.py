@@ -23,6 +23,7 @@ from omni_npu_phase.conformance.models.cases import CASES, NotShownError, chunki
 from omni_npu_phase.conformance.models.subject import ModelUnderTest, Request, load_model
 from omni_npu_phase.conformance.test_model import first_seen
 from omni_npu_phase.conformance.verify import NoRuntimeError
+from omni_npu_phase.settings import REPLAY_VARIABLE
 from tests.cpu.wrong_models import WRONG_MODELS, WrongModel
 
 FINDINGS = Path(__file__).with_name("talker_findings.txt")
@@ -67,6 +68,15 @@ def test_a_model_with_slots_that_finished_requests_free_passes(mixed: type) -> N
 @pytest.mark.parametrize("wrong", WRONG_MODELS, ids=lambda wrong: wrong.cls.__name__)
 def test_a_mistake_is_noticed_by_its_cases_and_no_others(wrong: WrongModel, mixed: type) -> None:
     assert _noticed(wrong.under_test(), mixed).keys() == wrong.noticed_by
+
+
+@pytest.mark.parametrize("wrong", WRONG_MODELS[:-1], ids=lambda wrong: wrong.cls.__name__)
+def test_with_exact_replay_no_model_makes_a_mistake_when_it_is_read_again(
+    wrong: WrongModel, mixed: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REPLAY_VARIABLE, "exact")
+    again = {"replay", "resume", "resume-crossing", "resume-one-by-one"}
+    assert _noticed(wrong.under_test(), mixed).keys() == wrong.noticed_by - again
 
 
 def test_every_case_notices_a_mistake() -> None:
