@@ -73,9 +73,14 @@ def _route_rows(plan: StepPlan, port: Port, run: Run, in_mtp: list[int]) -> None
             if new_ids is not None:
                 port.write_rows(where, new_ids, None)
             in_mtp.append(row)
-        if rows < plan.spans[row]:
+        if rows < plan.spans[row] and new_embeds.data_ptr() not in _addresses(embeds):
+            # A hook that returns a part of its slice has written the rest in place.
             start, end = where.stop, plan.offsets[row] + plan.spans[row]
             port.embeds[max(start, plan.offsets[row] + port.selected(row)) : end].zero_()
+
+
+def _addresses(slice_: Any) -> range:
+    return range(slice_.data_ptr(), slice_.data_ptr() + slice_.numel() * slice_.element_size())
 
 
 def _slices(plan: StepPlan, port: Port, rows: Sequence[int]) -> tuple[Iterable[Any], Iterable[Any]]:
