@@ -85,7 +85,9 @@ def _mixin(columns: Sequence[Mapping[str, Any]]) -> str:
 
 def _label(column: Mapping[str, Any]) -> str:
     suffix = {"gpu-v1": "", "gpu-v2": " V2", "npu-v1": " NPU"}[column["runner"]]
-    return f"{column['release']}{suffix}"
+    # A further column of a release is named after its torch.
+    _, _, torch = column["name"].partition("npu-")
+    return f"{column['release']}{suffix}{f' torch {torch}' if torch else ''}"
 
 
 def _verdicts(columns: Sequence[Mapping[str, Any]], mode: str = "released", *, link: bool = True) -> list[str]:
