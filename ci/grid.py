@@ -85,9 +85,9 @@ def _mixin(columns: Sequence[Mapping[str, Any]]) -> str:
 
 def _label(column: Mapping[str, Any]) -> str:
     suffix = {"gpu-v1": "", "gpu-v2": " V2", "npu-v1": " NPU"}[column["runner"]]
-    # A column's name ends with its PyTorch where that is not the environment's.
-    _, other, torch = column["name"].partition("-npu-")
-    return f"{column['release']}{suffix}{f', torch {torch}' if other else ''}"
+    # A further column of a release is named after its torch.
+    _, _, torch = column["name"].partition("npu-")
+    return f"{column['release']}{suffix}{f' torch {torch}' if torch else ''}"
 
 
 def _verdicts(columns: Sequence[Mapping[str, Any]], mode: str = "released", *, link: bool = True) -> list[str]:

@@ -227,8 +227,9 @@ def test_what_is_named_exists(document: str) -> None:
     assert set(named) <= _variables()
 
 
-def test_the_readme_has_every_variable() -> None:
+def test_the_readme_is_short_and_has_every_variable() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 140
     assert [name for name in sorted(_variables()) if f"`{name}" not in text] == []
 
 
