@@ -12,7 +12,7 @@ import torch
 
 from omni_npu_phase.buffers.base import BufferHelper, Rows
 from omni_npu_phase.contract import ContractError
-from omni_npu_phase.releases import runtime_of
+from omni_npu_phase.releases import UnsupportedRuntimeError, runtime_of
 from omni_npu_phase.settings import replay_bytes, replays_exactly
 from omni_npu_phase.step.live import LiveBuffers
 from omni_npu_phase.step.mtp import TalkerMtp, output_key
@@ -182,7 +182,11 @@ class _Tools:
         device = torch.device(runner.device) if buffer is None else device_side(buffer).device
         helper = phase.helper(device)
         self.live = LiveBuffers(runner, helper)
-        self.replay = Replay(runner, device, replay_bytes()) if replays_exactly(runner.phase_replay) else None
+        self.replay = None
+        if replays_exactly(runner.phase_replay):
+            if getattr(runner, "speculative_config", None) is not None:
+                raise UnsupportedRuntimeError("no exact replay: rows of rejected drafts would be given back")
+            self.replay = Replay(runner, device, replay_bytes())
         self.mtp = TalkerMtp(runner, self.runtime, self.live, helper, self.replay)
 
 

@@ -264,6 +264,14 @@ def test_values(monkeypatch: pytest.MonkeyPatch, mixed: type) -> None:
         settings.replay_bytes()
 
 
+def test_speculative_decoding_is_refused(mixed: type) -> None:
+    runner: Any = object.__new__(mixed)
+    runner.phase_replay, runner.speculative_config = "exact", object()
+    runner.model, runner.device = SimpleNamespace(has_preprocess=True), "cpu"
+    with pytest.raises(UnsupportedRuntimeError, match="rejected drafts"):
+        runner._preprocess(None, 0)
+
+
 def test_v2_is_refused(mixed_state: type) -> None:
     state: Any = object.__new__(mixed_state)
     state.phase_replay, state.has_preprocess = "exact", True
