@@ -101,7 +101,6 @@ def check_step(cls: type, case: Case, device: torch.device, emulated: Any) -> No
 
 
 # What runs here runs in the tests of the mutants too, where it is counted.
-@pytest.mark.no_cover
 @pytest.mark.parametrize("scattered", [False, True], ids=["sequence", "scattered"])
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "host"])
 @pytest.mark.parametrize("updates", ["toy", "qwen3-tts"])
