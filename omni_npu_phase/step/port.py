@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,12 +69,23 @@ class _Before(ABCMeta):
     def mro(cls) -> list[type]:
         if len(cls.__bases__) == 1:
             return super().mro()
-        bases = [base for base in cls.__bases__ if not any(base in other.__mro__[1:] for other in cls.__bases__)]
-        bases.sort(key=lambda base: PhaseMixin not in base.__bases__)
+        mixins = [base for base in cls.__bases__ if PhaseMixin in base.__bases__]
+        first = [one for one in mixins if not any(one in base.__mro__[1:] for base in cls.__bases__)]
+        bases = [*first, *(base for base in cls.__bases__ if base not in mixins)]
         if tuple(bases) == cls.__bases__:
             return super().mro()
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        return [cls, *type(cls.__name__, tuple(bases), names).__mro__[1:]]
+        return [cls, *_merged([list(base.__mro__) for base in bases] + [bases])]
+
+
+def _merged(orders: list[list[type]]) -> Iterator[type]:
+    """The classes of several orders in one, as Python's own method resolution has them."""
+    while orders := [order for order in orders if order]:
+        behind = {cls for order in orders for cls in order[1:]}
+        first = next((order[0] for order in orders if order[0] not in behind), None)
+        if first is None:
+            raise TypeError(f"no method resolution order for {', '.join(order[0].__name__ for order in orders)}")
+        yield first
+        orders = [order[1:] if order[0] is first else order for order in orders]
 
 
 class PhaseMixin(metaclass=_Before):

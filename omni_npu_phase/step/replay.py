@@ -196,7 +196,7 @@ class Replay:
         # Only now, since whoever needs room may have taken it from another row.
         owns = list(map(self._kept.get, plan.request_ids))
         for own, start, span, offset in zip(owns, plan.num_computed, plan.spans, plan.offsets, strict=True):
-            if own is None:
+            if own is None or not span:
                 continue
             own.count = start + span
             if span == 1:

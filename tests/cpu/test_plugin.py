@@ -17,7 +17,7 @@ import typing
 from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
@@ -30,6 +30,7 @@ from omni_npu_phase.settings import PLATFORM_VARIABLE
 from omni_npu_phase.step.port import PhaseMixin
 
 ROOT = Path(__file__).parents[2]
+_T = TypeVar("_T")
 KINDS = ("ar", "generation")
 
 
@@ -174,6 +175,23 @@ class TestIdentity:
         finally:
             plugin.uninstall()
         assert cls.__mro__.index(PhaseRoutingMixin) < cls.__mro__.index(released)
+
+    def test_listing_the_mixin_again_makes_one_class(self, given: type) -> None:
+        """A generic one too; hooks for subclasses are called once, with their keywords."""
+        made: list[tuple[type, str]] = []
+
+        class Tagged(given):  # type: ignore[misc, valid-type]
+            def __init_subclass__(cls, *, tag: str) -> None:
+                super().__init_subclass__()
+                made.append((cls, tag))
+
+        class Again(PhaseRoutingMixin, Tagged, Generic[_T], tag="a"):  # type: ignore[misc]
+            pass
+
+        assert made == [(Again, "a")]
+        assert Again[int] is not None  # type: ignore[misc]
+        with pytest.raises(TypeError, match="no method resolution order for"):
+            type("Crossed", (PhaseRoutingMixin, given, Tagged), {}, tag="b")
 
     def test_a_method_that_calls_super_does_not_move(self, released: type, monkeypatch: pytest.MonkeyPatch) -> None:
         class Calls(released):  # type: ignore[misc, valid-type]

@@ -91,6 +91,14 @@ def test_blocks_and_their_end() -> None:
     assert steps.replay.held_bytes == 0
 
 
+def test_a_row_without_tokens_leaves_what_is_kept() -> None:
+    steps = Steps()
+    steps.take(("a", 0, 9))
+    assert steps.given(("a", 0, 0)) == [0]
+    assert steps.replay.kept_tokens == {"a": 9}
+    assert steps.given(("a", 0, 1)) == [1]
+
+
 def test_the_youngest_goes_without_when_memory_is_short(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps()
     most = (1 << 20) // ((HIDDEN * 4 + 4) * BLOCK) * BLOCK
