@@ -146,6 +146,8 @@ def _make(venv: Path) -> None:
     if sys.platform != "linux":
         raise PreparationError("the pinned packages exist for Linux only; use a Linux machine.")
     python = _find_python()
+    if Path(sys.prefix).resolve() == venv.resolve():
+        raise PreparationError(f"{venv} is to be made anew and runs this script; start it with another Python.")
     _clear(venv)
     _check_space(venv)
     _say(f"making {venv} in six steps: 4 GB, 2 to 7 minutes, once. Progress every {HEARTBEAT_SECONDS:.0f} s")

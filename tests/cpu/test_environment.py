@@ -93,6 +93,16 @@ def test_its_own_is_made_anew(
     assert list(_contents(tmp_path / "venv")) == ["omni-npu-phase.json"]
 
 
+def test_the_one_that_runs_the_script_is_left_alone(
+    environment: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _of_another_checkout(tmp_path / "venv")
+    before = _contents(tmp_path / "venv")
+    monkeypatch.setattr(environment.sys, "prefix", str(tmp_path / "venv"))
+    assert "is to be made anew and runs this script" in _said(environment, capsys)[-1]
+    assert _contents(tmp_path / "venv") == before
+
+
 @pytest.mark.parametrize("link", ["overlays", "overlays/0.24"])
 def test_a_linked_overlay_is_left_alone(
     link: str, environment: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]

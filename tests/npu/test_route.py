@@ -11,6 +11,7 @@ from omni_npu_phase.conformance import bench, routing, verify
 from omni_npu_phase.conformance.drive import run_scenario
 from omni_npu_phase.conformance.judge import judge
 from omni_npu_phase.conformance.scenarios import SCENARIOS, Scenario
+from tests.cpu.mutants import MUTANTS, Mutant
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
@@ -22,6 +23,21 @@ def test_scenario(scenario: Scenario, runner: verify.RunnerClasses, device: Any)
     judgements = [judgement for run in runs for judgement in judge(run)]
     assert [judgement for judgement in judgements if not judgement.holds] == []
     assert set(scenario.about) <= {judgement.clause for judgement in judgements}
+
+
+@pytest.mark.parametrize("mutant", [one for one in MUTANTS if "T9" in one.caught_by], ids=lambda mutant: mutant.name)
+def test_what_is_not_copied_in_its_call_is_noticed(mutant: Mutant, runner: verify.RunnerClasses, device: Any) -> None:
+    """The guards of ownership, where a copy to the host is another than on the CPU."""
+    scenarios = [one for one in SCENARIOS if "T9" in one.about or one.id in mutant.also]
+    failed: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.apply(patch)
+        for scenario in scenarios:
+            cls = runner.of(scenario)
+            assert cls is not None
+            for variant in verify.variants(scenario, "mixin"):
+                failed |= {one.clause for one in judge(run_scenario(cls, scenario, variant, device)) if not one.holds}
+    assert "T9" in failed, f"T9 did not notice that {mutant.breaks}; failed: {sorted(failed)}"
 
 
 def test_the_classes_are_the_released_ones(runner: verify.RunnerClasses) -> None:
