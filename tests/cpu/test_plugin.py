@@ -74,7 +74,8 @@ def _names(kind: str) -> dict[str, type]:
     return {
         "defined": getattr(_runner_module(kind), runner),
         "global": getattr(worker, runner),
-        "attribute": worker_class.model_runner_cls,
+        # Older releases have no such attribute.
+        "attribute": getattr(worker_class, "model_runner_cls", getattr(worker, runner)),
     }
 
 
